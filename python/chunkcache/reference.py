@@ -1,0 +1,270 @@
+"""The method of ChunkAttention in plain numpy: a tutorial to read and an oracle to test against.
+
+Everything is computed in float64, one readable step per line of the paper (Ye et al.,
+"ChunkAttention: Efficient Self-Attention with Prefix-Aware KV Cache and Two-Phase Partition", ACL
+2024, section 3).
+
+The idea in three steps. Softmax attention of a query over n keys can be cut into any pieces of the
+keys:
+
+1. `partial_attn` attends to one piece and returns a *partial state* `(o, m, n)`: the weighted sum
+   of the values before normalisation, the largest score, and the sum of the exponentials.
+2. `attn_reduce` joins two states over disjoint keys into the state over both. It is associative and
+   commutative, so pieces may be computed anywhere and joined in any order.
+3. `normalise` divides at the end.
+
+Hence the two phases of `two_phase_attention`. *Chunk-first*: a chunk that many sequences share is
+read once, with the queries of all of them as one matrix. *Sequence-first*: each sequence goes
+through its private chunks and joins them with its rows of the shared results.
+
+Shapes: q `[rows, num_qo_heads, head_dim]`; k and v `[keys, num_kv_heads, head_dim]`, where
+num_qo_heads is a multiple of num_kv_heads (grouped-query attention: query head h reads K/V head
+`h // (num_qo_heads // num_kv_heads)`). Scores are `sm_scale * q.k`, then, with a `logits_soft_cap`
+c > 0, `c * tanh(score / c)`. A query at position i sees the keys at positions j <= i, and with
+`window_left` w >= 0 only those with j >= i - w.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+class Partial(NamedTuple):
+    """A partial attention state over some keys: the paper's `(O, m, n)`.
+
+    `o [rows, num_qo_heads, head_dim]` is not normalised; `m` and `n` are `[rows, num_qo_heads]`.
+    The state over no keys is `(0, -inf, 0)`.
+    """
+
+    o: Array
+    m: Array
+    n: Array
+
+
+class Chunk(NamedTuple):
+    """Keys and values `[keys, num_kv_heads, head_dim]`; the first key is at position `start`."""
+
+    k: npt.ArrayLike
+    v: npt.ArrayLike
+    start: int
+
+
+class SharedChunk(NamedTuple):
+    """The paper's context tuple `(C, i, j)`: chunk C is read by the query rows i <= row < j."""
+
+    chunk: Chunk
+    i: int
+    j: int
+
+
+def empty_partial(rows: int, num_qo_heads: int, head_dim: int) -> Partial:
+    """Return the state over no keys, the neutral element of `attn_reduce`."""
+    o = np.zeros((rows, num_qo_heads, head_dim))
+    m = np.full((rows, num_qo_heads), -np.inf)
+    n = np.zeros((rows, num_qo_heads))
+    return Partial(o, m, n)
+
+
+def partial_attn(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    visible: npt.NDArray[np.bool_] | None = None,
+) -> Partial:
+    """Attend with all of q to one chunk of keys (the paper's equation 1).
+
+    Args:
+        q: queries `[rows, num_qo_heads, head_dim]`.
+        k: keys `[keys, num_kv_heads, head_dim]`.
+        v: values, shaped as k.
+        sm_scale: factor of the scores, 1/sqrt(head_dim) by default.
+        logits_soft_cap: bound of the scores through tanh; None or 0 for none.
+        visible: `[rows, keys]`, which keys a row may see; all by default.
+
+    Returns:
+        The state over the visible keys of the chunk.
+    """
+    queries, keys, values = _float64(q), _float64(k), _float64(v)
+    num_qo_heads, head_dim = queries.shape[1:]
+    group = num_qo_heads // keys.shape[1]
+    keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+
+    w = scale * np.einsum("rhd,khd->rhk", queries, keys)
+    if logits_soft_cap:
+        w = logits_soft_cap * np.tanh(w / logits_soft_cap)
+    if visible is not None:
+        w = np.where(visible[:, np.newaxis, :], w, -np.inf)
+    m = np.max(w, axis=-1, initial=-np.inf)
+    e = np.exp(w - _finite(m)[..., np.newaxis])
+    n = np.sum(e, axis=-1)
+    o = np.einsum("rhk,khd->rhd", e, values)
+    return Partial(o, m, n)
+
+
+def attn_reduce(a: Partial, b: Partial) -> Partial:
+    """Join two states over disjoint keys into the state over both (the paper's equation 2)."""
+    m = np.maximum(a.m, b.m)
+    x = np.exp(a.m - _finite(m))
+    y = np.exp(b.m - _finite(m))
+    o = x[..., np.newaxis] * a.o + y[..., np.newaxis] * b.o
+    n = x * a.n + y * b.n
+    return Partial(o, m, n)
+
+
+def normalise(state: Partial) -> tuple[Array, Array]:
+    """Finish a state: the output `o / n` and the natural log-sum-exp `m + log(n)` of the scores.
+
+    Returns:
+        `o [rows, num_qo_heads, head_dim]` and `lse [rows, num_qo_heads]`; `(0, -inf)` for a row
+        without keys.
+    """
+    some = state.n > 0
+    n = np.where(some, state.n, 1.0)
+    lse = np.where(some, state.m + np.log(n), -np.inf)
+    return state.o / n[..., np.newaxis], lse
+
+
+def merge_state(
+    o_a: npt.ArrayLike, lse_a: npt.ArrayLike, o_b: npt.ArrayLike, lse_b: npt.ArrayLike
+) -> tuple[Array, Array]:
+    """Join two finished results over disjoint keys: `attn_reduce` for normalised outputs.
+
+    A finished result `(o, lse)` is the state `(o, m=lse, n=1)`, or `n=0` where there were no keys.
+    """
+    a_m, b_m = _float64(lse_a), _float64(lse_b)
+    a = Partial(_float64(o_a), a_m, np.isfinite(a_m).astype(np.float64))
+    b = Partial(_float64(o_b), b_m, np.isfinite(b_m).astype(np.float64))
+    return normalise(attn_reduce(a, b))
+
+
+def visible_keys(
+    q_positions: npt.ArrayLike, k_positions: npt.ArrayLike, window_left: int = -1
+) -> npt.NDArray[np.bool_]:
+    """Return which keys each query sees, `[rows, keys]`: `i - window_left <= j <= i`.
+
+    A `window_left` of -1 is no window.
+    """
+    i = np.asarray(q_positions)[:, np.newaxis]
+    j = np.asarray(k_positions)[np.newaxis, :]
+    seen: npt.NDArray[np.bool_] = j <= i
+    return seen if window_left < 0 else seen & (j >= i - window_left)
+
+
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    q_positions: npt.ArrayLike | None = None,
+    sm_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    window_left: int = -1,
+) -> tuple[Array, Array]:
+    """Attention of one sequence without any chunks: what every other way must equal.
+
+    Args:
+        q: queries `[rows, num_qo_heads, head_dim]`.
+        k: all keys of the sequence `[keys, num_kv_heads, head_dim]`.
+        v: all values, shaped as k.
+        q_positions: token position of each query; the last `rows` positions by default.
+        sm_scale: factor of the scores, 1/sqrt(head_dim) by default.
+        logits_soft_cap: bound of the scores through tanh; None or 0 for none.
+        window_left: how far back a query sees; -1 is without end.
+
+    Returns:
+        `o [rows, num_qo_heads, head_dim]` and `lse [rows, num_qo_heads]`.
+    """
+    rows, keys = np.shape(q)[0], np.shape(k)[0]
+    positions = np.arange(keys - rows, keys) if q_positions is None else q_positions
+    visible = visible_keys(positions, np.arange(keys), window_left)
+    return normalise(
+        partial_attn(q, k, v, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, visible=visible)
+    )
+
+
+def two_phase_attention(
+    q: npt.ArrayLike,
+    q_positions: Sequence[int],
+    shared: Sequence[SharedChunk],
+    private: Sequence[Sequence[Chunk]],
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    window_left: int = -1,
+) -> tuple[Array, Array]:
+    """Attention of a batch over a prefix tree in two phases (the paper's algorithms 1 and 2).
+
+    Args:
+        q: queries `[rows, num_qo_heads, head_dim]`, one row per sequence (or per query token of a
+            sequence), in the depth-first order of the tree, so that every chunk covers a contiguous
+            range of rows.
+        q_positions: token position of each row.
+        shared: the chunks that several rows share, each with its range of rows.
+        private: for each row the chunks that it alone reads.
+        sm_scale: factor of the scores, 1/sqrt(head_dim) by default.
+        logits_soft_cap: bound of the scores through tanh; None or 0 for none.
+        window_left: how far back a query sees; -1 is without end.
+
+    Returns:
+        `o [rows, num_qo_heads, head_dim]` and `lse [rows, num_qo_heads]`.
+    """
+    queries = _float64(q)
+    positions = np.asarray(q_positions)
+
+    def attend(i: int, j: int, chunk: Chunk) -> Partial:
+        keys = np.shape(chunk.k)[0]
+        visible = visible_keys(positions[i:j], chunk.start + np.arange(keys), window_left)
+        return partial_attn(
+            queries[i:j],
+            chunk.k,
+            chunk.v,
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            visible=visible,
+        )
+
+    # Phase one, chunk-first: K and V of a shared chunk are read once for all its rows.
+    saved = [(i, j, attend(i, j, chunk)) for chunk, i, j in shared]
+
+    # Phase two, sequence-first: each row joins its part of the saved states with its own chunks.
+    finished = []
+    for u in range(queries.shape[0]):
+        state = empty_partial(1, *queries.shape[1:])
+        for i, j, (o, m, n) in saved:
+            if i <= u < j:
+                row = slice(u - i, u - i + 1)
+                state = attn_reduce(state, Partial(o[row], m[row], n[row]))
+        for chunk in private[u]:
+            state = attn_reduce(state, attend(u, u + 1, chunk))
+        finished.append(normalise(state))
+    return np.concatenate([o for o, _ in finished]), np.concatenate([lse for _, lse in finished])
+
+
+def error(out: npt.ArrayLike, ref: npt.ArrayLike) -> float:
+    """Return the largest `max|out - ref| / max|ref|` over rows and heads, the maxima over head_dim.
+
+    A row and head whose reference is all zero must be zero: any other output there counts as
+    infinite.
+    """
+    difference = np.max(np.abs(_float64(out) - _float64(ref)), axis=-1, initial=0.0)
+    size = np.max(np.abs(_float64(ref)), axis=-1, initial=0.0)
+    ratio = np.where(size > 0, difference / np.where(size > 0, size, 1.0), 0.0)
+    ratio = np.where((size == 0) & (difference > 0), np.inf, ratio)
+    return float(np.max(ratio, initial=0.0))
+
+
+def _float64(array: npt.ArrayLike) -> Array:
+    return np.asarray(array).astype(np.float64)
+
+
+def _finite(m: Array) -> Array:
+    """Replace -inf (no keys) by 0, where `-inf - -inf` would be NaN."""
+    return np.where(np.isfinite(m), m, 0.0)
