@@ -65,3 +65,41 @@ pub struct PlanView<'a> {
     /// Chunk ids (page numbers).
     pub page_ids: &'a [u32],
 }
+
+/// A row of a table: `repr(C)`, made of `u32` fields alone.
+///
+/// # Safety
+/// The type must have the alignment of `u32`, no padding, and accept every bit pattern.
+pub(super) unsafe trait Row: Copy {
+    /// Words of one row.
+    const WORDS: usize = size_of::<Self>() / size_of::<u32>();
+
+    /// Reads a section of the image as rows; words past the last whole row are left out.
+    fn rows(words: &[u32]) -> &[Self] {
+        const { assert!(align_of::<Self>() == align_of::<u32>()) };
+        const { assert!(size_of::<Self>() == Self::WORDS * size_of::<u32>() && Self::WORDS > 0) };
+        // SAFETY: size and alignment are checked above, the implementor vouches for the rest, and
+        // the rows cover no more than `words`.
+        unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), words.len() / Self::WORDS) }
+    }
+}
+
+// SAFETY: `repr(C)`, five fields of `u32`.
+unsafe impl Row for SequenceRow {}
+// SAFETY: `repr(C)`, six fields of `u32`.
+unsafe impl Row for SegmentRow {}
+
+impl SequenceRow {
+    /// The row as words, in the order of the fields.
+    pub(super) fn words(self) -> [u32; 5] {
+        [self.leaf, self.qo_begin, self.qo_len, self.kv_len, self.num_cached_rows]
+    }
+}
+
+impl SegmentRow {
+    /// The row as words, in the order of the fields.
+    pub(super) fn words(self) -> [u32; 6] {
+        let Self { parent, seq_begin, seq_end, start_pos, num_pages, ids_begin } = self;
+        [parent, seq_begin, seq_end, start_pos, num_pages, ids_begin]
+    }
+}

@@ -1,0 +1,324 @@
+//! Plans over somebody else's paged cache, made from its block tables.
+
+use super::image::Image;
+use super::indices::{Index, check_ids, parse_indptr, same_ids};
+use super::layout::Limits;
+use super::page_table::{PageRow, PageTable};
+use super::shared_pages::SharedPages;
+use super::step::StepRows;
+use super::view::{NONE, SegmentRow, SequenceRow};
+use crate::error::{Error, Result};
+
+/// Keeps the tables of the steps of a paged cache that others manage.
+///
+/// Sequence `i` of the batch has row `i` of `sequences`, row `i` of `segments` for the pages of
+/// its own, and its pages in `page_ids[i * max_pages..]`. Pages that several sequences start with
+/// are found by their ids; only pages that are full in all of these count.
+#[derive(Debug)]
+pub struct BlockTablePlanner {
+    image: Image,
+    page_size: u32,
+    max_pages: u32,
+    shared: SharedPages,
+    held: Vec<Held>,
+}
+
+/// A sequence of the current step.
+#[derive(Debug, Clone, Copy)]
+struct Held {
+    num_pages: u32,
+    kv_len: u32,
+    /// Its place in the order.
+    place: u32,
+    /// Pages that it shares.
+    num_shared: u32,
+    /// The segment row of the last page that it shares, or [`NONE`].
+    shared_row: u32,
+}
+
+impl Held {
+    fn has_own_pages(&self) -> bool {
+        self.num_pages > self.num_shared
+    }
+}
+
+impl BlockTablePlanner {
+    /// Tables for batches of up to `max_sequences` sequences of up to `max_pages` pages of
+    /// `page_size` tokens each.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] if one of them is 0 or the tables would pass 2^32 words.
+    pub fn new(page_size: u32, max_sequences: u32, max_pages: u32) -> Result<Self> {
+        if max_pages == 0 {
+            return Err(Error::invalid("max_pages", max_pages, "at least 1"));
+        }
+        let max_page_ids = max_sequences.checked_mul(max_pages).ok_or_else(|| {
+            let given = format!("{max_sequences} times {max_pages} pages");
+            Error::invalid("max_sequences", given, "fewer than 2^32 page ids")
+        })?;
+        let max_segments = max_sequences.saturating_mul(2);
+        let limits = Limits { max_sequences, max_segments, max_page_ids };
+        let image = Image::new(page_size, limits)?;
+        Ok(Self { image, page_size, max_pages, shared: SharedPages::default(), held: Vec::new() })
+    }
+
+    /// The tables.
+    pub fn image(&self) -> &Image {
+        &self.image
+    }
+
+    /// Makes the tables of the next step. Sequence `i` has the rows `qo_indptr[i]..qo_indptr[i + 1]` of
+    /// `q`, or row `i` alone without `qo_indptr`, and they stand for its last tokens.
+    ///
+    /// The shared pages of the last step are used again where every sequence still starts with
+    /// the full pages that it had.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for tables that do not fit each other or the capacities, negative
+    /// ids or lengths, or more query tokens than a sequence has tokens. The tables are unchanged
+    /// then.
+    pub fn update<T: Index>(
+        &mut self,
+        table: &PageTable<'_, T>,
+        qo_indptr: Option<&[T]>,
+    ) -> Result<StepRows> {
+        self.next(table, qo_indptr, false)
+    }
+
+    /// [`BlockTablePlanner::update`] for a batch whose sequences only grew since the last step, in
+    /// time that does not depend on their lengths: the full pages of the last step are taken to
+    /// be unchanged and not compared. A batch of another size, or with a sequence that is shorter
+    /// than it was, is planned anew.
+    ///
+    /// # Errors
+    /// As [`BlockTablePlanner::update`].
+    pub fn update_grown<T: Index>(
+        &mut self,
+        table: &PageTable<'_, T>,
+        qo_indptr: Option<&[T]>,
+    ) -> Result<StepRows> {
+        self.next(table, qo_indptr, true)
+    }
+
+    fn next<T: Index>(
+        &mut self,
+        table: &PageTable<'_, T>,
+        qo_indptr: Option<&[T]>,
+        trust_pages: bool,
+    ) -> Result<StepRows> {
+        let rows = table.rows(self.page_size)?;
+        let qo_indptr = self.check(&rows, qo_indptr)?;
+        let only_grew = self.held.len() == rows.len()
+            && self.held.iter().enumerate().zip(&rows).all(|((index, held), row)| {
+                let full = (held.kv_len / self.page_size) as usize;
+                row.kv_len >= held.kv_len
+                    && (trust_pages || same_ids(self.pages(index, full), &row.pages[..full]))
+            });
+        let keep = |index: usize| match only_grew {
+            true => (self.held[index].kv_len / self.page_size) as usize,
+            false => 0,
+        };
+        let kept: Vec<usize> = (0..rows.len()).map(keep).collect();
+        for (row, &kept) in rows.iter().zip(&kept) {
+            let name = |index| format!("{}[{}]", table.ids_argument(), row.begin + kept + index);
+            check_ids(&row.pages[kept..], name)?;
+        }
+        let lengths = rows.iter().enumerate().take(self.held.len());
+        self.image.begin_step(lengths.map(|(index, row)| (index as u32, row.kv_len)));
+        for (index, (row, &kept)) in rows.iter().zip(&kept).enumerate() {
+            let ids: Vec<u32> =
+                row.pages[kept..].iter().map(|&id| id.try_into().unwrap_or(NONE)).collect();
+            self.image.set_page_ids(index * self.max_pages as usize + kept, &ids);
+        }
+        if only_grew {
+            self.grow(&rows);
+        } else {
+            self.restructure(&rows);
+        }
+        self.write_sequences(&qo_indptr);
+        Ok(StepRows::new(&self.image, qo_indptr))
+    }
+
+    /// Checks what the tables' capacities and the queries ask of the batch.
+    fn check<T: Index>(
+        &self,
+        rows: &[PageRow<'_, T>],
+        qo_indptr: Option<&[T]>,
+    ) -> Result<Vec<u32>> {
+        let max_sequences = self.image.layout().limits.max_sequences as usize;
+        if rows.len() > max_sequences {
+            let given = format!("{} sequences", rows.len());
+            let allowed = format!("at most max_sequences = {max_sequences}");
+            return Err(Error::invalid("seq_lens", given, allowed));
+        }
+        let qo_indptr = match qo_indptr {
+            Some(given) => parse_indptr("qo_indptr", given, rows.len(), u32::MAX as usize)?,
+            None => (0..=rows.len() as u32).collect(),
+        };
+        for (index, (row, span)) in rows.iter().zip(qo_indptr.windows(2)).enumerate() {
+            if row.pages.len() > self.max_pages as usize {
+                let given = format!("{} pages", row.pages.len());
+                let allowed = format!("at most max_pages = {}", self.max_pages);
+                return Err(Error::invalid(format!("seq_lens[{index}]"), given, allowed));
+            }
+            let qo_len = span[1] - span[0];
+            if qo_len > row.kv_len && row.kv_len > 0 {
+                let given = format!("{qo_len} query tokens for sequence {index}");
+                let allowed = format!("at most its {} tokens, or a sequence of 0", row.kv_len);
+                return Err(Error::invalid("qo_indptr", given, allowed));
+            }
+        }
+        Ok(qo_indptr)
+    }
+
+    fn pages(&self, index: usize, num_pages: usize) -> &[u32] {
+        let begin = index * self.max_pages as usize;
+        &self.image.view().page_ids[begin..begin + num_pages]
+    }
+
+    /// Longer sequences, same shared pages.
+    fn grow<T>(&mut self, rows: &[PageRow<'_, T>]) {
+        for (index, row) in rows.iter().enumerate() {
+            let held = &mut self.held[index];
+            let had_own_pages = held.has_own_pages();
+            held.num_pages = row.pages.len() as u32;
+            held.kv_len = row.kv_len;
+            let is_new = held.has_own_pages() && !had_own_pages;
+            self.write_own_segment(index);
+            if is_new {
+                let num_segments = self.image.view().segment_order.len();
+                self.image.set_segment_order(num_segments, &[index as u32]);
+            }
+        }
+    }
+
+    fn restructure<T>(&mut self, rows: &[PageRow<'_, T>]) {
+        let view = self.image.view();
+        let (page_size, max_pages) = (self.page_size, self.max_pages as usize);
+        self.shared.find(rows.len(), |sequence| {
+            let begin = sequence as usize * max_pages;
+            let num_full = (rows[sequence as usize].kv_len / page_size) as usize;
+            &view.page_ids[begin..begin + num_full]
+        });
+        let max_sequences = self.image.layout().limits.max_sequences;
+        let runs = &self.shared.runs;
+        let row_of = |run: u32| runs.get(run as usize).map_or(NONE, |run| max_sequences + run.key);
+        let mut segment_order = Vec::with_capacity(runs.len() + rows.len());
+        for run in runs {
+            let owner = self.shared.order[run.seq_begin as usize] as usize;
+            let row = max_sequences + run.key;
+            self.image.set_segment(
+                row,
+                SegmentRow {
+                    parent: row_of(run.parent),
+                    seq_begin: run.seq_begin,
+                    seq_end: run.seq_end,
+                    start_pos: run.begin * page_size,
+                    num_pages: run.end - run.begin,
+                    ids_begin: (owner * max_pages) as u32 + run.begin,
+                },
+            );
+            segment_order.push(row);
+        }
+        self.held.clear();
+        self.held.extend(rows.iter().zip(&self.shared.last_run).map(|(row, &run)| Held {
+            num_pages: row.pages.len() as u32,
+            kv_len: row.kv_len,
+            place: 0,
+            num_shared: runs.get(run as usize).map_or(0, |run| run.end),
+            shared_row: row_of(run),
+        }));
+        for (place, &sequence) in self.shared.order.iter().enumerate() {
+            self.held[sequence as usize].place = place as u32;
+        }
+        for index in 0..rows.len() {
+            if self.held[index].has_own_pages() {
+                self.write_own_segment(index);
+                segment_order.push(index as u32);
+            }
+        }
+        self.image.set_segment_order(0, &segment_order);
+        self.image.set_order(&self.shared.order);
+    }
+
+    /// Writes the segment of the pages that sequence `index` has for itself, if it has any.
+    fn write_own_segment(&mut self, index: usize) {
+        let held = &self.held[index];
+        if !held.has_own_pages() {
+            return;
+        }
+        self.image.set_segment(
+            index as u32,
+            SegmentRow {
+                parent: held.shared_row,
+                seq_begin: held.place,
+                seq_end: held.place + 1,
+                start_pos: held.num_shared * self.page_size,
+                num_pages: held.num_pages - held.num_shared,
+                ids_begin: index as u32 * self.max_pages + held.num_shared,
+            },
+        );
+    }
+
+    fn write_sequences(&mut self, qo_indptr: &[u32]) {
+        for (index, (held, span)) in self.held.iter().zip(qo_indptr.windows(2)).enumerate() {
+            let own = index as u32;
+            self.image.set_sequence(
+                own,
+                SequenceRow {
+                    leaf: if held.has_own_pages() { own } else { held.shared_row },
+                    qo_begin: span[0],
+                    qo_len: span[1] - span[0],
+                    kv_len: held.kv_len,
+                    num_cached_rows: 0,
+                },
+            );
+        }
+        self.image.set_num_qo_rows(qo_indptr.last().copied().unwrap_or(0));
+    }
+}
+
+/// Tables for one batch, as large as it needs, from a block table `[num_sequences, width]` and
+/// the tokens of each sequence.
+///
+/// # Errors
+/// As [`BlockTablePlanner::new`] and [`BlockTablePlanner::update`].
+pub fn plan_from_block_tables<T: Index>(
+    block_table: &[T],
+    width: usize,
+    seq_lens: &[T],
+    page_size: u32,
+    qo_indptr: Option<&[T]>,
+) -> Result<(BlockTablePlanner, StepRows)> {
+    plan_once(&PageTable::Dense { block_table, width, seq_lens }, page_size, qo_indptr)
+}
+
+/// Tables for one batch, as large as it needs, from FlashInfer's three arrays.
+///
+/// # Errors
+/// As [`BlockTablePlanner::new`] and [`BlockTablePlanner::update`].
+pub fn plan_from_csr<T: Index>(
+    kv_indptr: &[T],
+    kv_indices: &[T],
+    kv_last_page_len: &[T],
+    page_size: u32,
+    qo_indptr: Option<&[T]>,
+) -> Result<(BlockTablePlanner, StepRows)> {
+    plan_once(&PageTable::Csr { kv_indptr, kv_indices, kv_last_page_len }, page_size, qo_indptr)
+}
+
+fn plan_once<T: Index>(
+    table: &PageTable<'_, T>,
+    page_size: u32,
+    qo_indptr: Option<&[T]>,
+) -> Result<(BlockTablePlanner, StepRows)> {
+    if page_size == 0 {
+        return Err(Error::invalid("page_size", page_size, "at least 1"));
+    }
+    let rows = table.rows(page_size)?;
+    let max_pages = rows.iter().map(|row| row.pages.len()).max().unwrap_or(0).max(1);
+    let mut planner =
+        BlockTablePlanner::new(page_size, rows.len().max(1) as u32, max_pages as u32)?;
+    let step = planner.update(table, qo_indptr)?;
+    Ok((planner, step))
+}

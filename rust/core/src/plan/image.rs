@@ -1,0 +1,258 @@
+//! The tables as one array of words, and the journal of what changed in it.
+//!
+//! # Format
+//! Sixteen words of header, then five sections at fixed offsets, each at a multiple of 32 words
+//! (128 bytes), so that a kernel that knows the base address of the image finds everything by
+//! reading the header once:
+//!
+//! | header word | meaning |
+//! |---|---|
+//! | 0 | format, 1 |
+//! | 1 | tokens per chunk (page) |
+//! | 2 | rows of `q` and of the output, padding included |
+//! | 3 | sequences in use: length of `order` |
+//! | 4 | segments in use: length of `segment_order` |
+//! | 5 | word offset of `order` |
+//! | 6 | word offset of `sequences`, rows of 5 words: [`SequenceRow`] |
+//! | 7 | word offset of `segment_order` |
+//! | 8 | word offset of `segments`, rows of 6 words: [`SegmentRow`] |
+//! | 9 | word offset of `page_ids` |
+//! | 10, 11, 12 | capacity of `order` and `sequences`; of `segment_order` and `segments`; of `page_ids` |
+//! | 13 to 15 | 0 |
+//!
+//! Words past the end of `order` and `segment_order`, and rows that these do not name, hold
+//! whatever they held last. Offsets and capacities never change, so that addresses taken from
+//! them stay valid for the life of the image.
+//!
+//! # Versions
+//! Each plan makes the next version of the image. A copy that stands at an older version is
+//! brought up to date by a [`Diff`](super::Diff): first, where the diff says so, every sequence
+//! that the *old* `order` names advances, `kv_len += qo_len`; then the changed words are
+//! overwritten. The image itself is changed by that same rule, so that a decode step without a
+//! structural change has nothing to overwrite.
+
+use std::collections::VecDeque;
+
+use super::indices::common_prefix;
+use super::layout::{Layout, Limits, header};
+use super::view::{PlanView, Row, SegmentRow, SequenceRow};
+use crate::error::Result;
+
+/// Versions that the journal reaches back; a copy that is further behind is copied whole.
+pub(super) const JOURNAL_VERSIONS: usize = 8;
+
+/// The value of the header's format word.
+const FORMAT: u32 = 1;
+
+/// Field of [`SequenceRow`] that a step advances.
+const KV_LEN: usize = 3;
+const QO_LEN: usize = 2;
+
+/// What one version changed.
+#[derive(Debug, Default)]
+pub(super) struct Change {
+    /// Every sequence of the version before advanced by its query tokens.
+    pub advance: bool,
+    /// Half-open word ranges in the order of writing; they may overlap.
+    pub ranges: Vec<(u32, u32)>,
+}
+
+/// The tables of the current step, in words, with the changes of the last few versions.
+#[derive(Debug)]
+pub struct Image {
+    words: Vec<u32>,
+    layout: Layout,
+    version: u64,
+    /// The changes that made the last versions, the youngest at the back.
+    journal: VecDeque<Change>,
+    /// For each sequence row, the last version in which it advanced.
+    advanced_at: Vec<u64>,
+}
+
+impl Image {
+    /// An image of no sequences, at version 1.
+    ///
+    /// # Errors
+    /// As [`Layout::new`]; [`Error::InvalidConfig`](crate::error::Error::InvalidConfig) if
+    /// `page_size` is 0.
+    pub fn new(page_size: u32, limits: Limits) -> Result<Self> {
+        if page_size == 0 {
+            return Err(crate::error::Error::invalid("page_size", page_size, "at least 1"));
+        }
+        let layout = Layout::new(limits)?;
+        let mut words = vec![0; layout.num_words];
+        let fixed = [
+            (header::FORMAT, FORMAT),
+            (header::PAGE_SIZE, page_size),
+            (header::ORDER, layout.order as u32),
+            (header::SEQUENCES, layout.sequences as u32),
+            (header::SEGMENT_ORDER, layout.segment_order as u32),
+            (header::SEGMENTS, layout.segments as u32),
+            (header::PAGE_IDS, layout.page_ids as u32),
+            (header::MAX_SEQUENCES, limits.max_sequences),
+            (header::MAX_SEGMENTS, limits.max_segments),
+            (header::MAX_PAGE_IDS, limits.max_page_ids),
+        ];
+        for (index, value) in fixed {
+            words[index] = value;
+        }
+        let advanced_at = vec![0; limits.max_sequences as usize];
+        Ok(Self { words, layout, version: 1, journal: VecDeque::new(), advanced_at })
+    }
+
+    /// The version of the tables: 1 when made, one more with each plan.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// All words, in the format that the module describes.
+    pub fn words(&self) -> &[u32] {
+        &self.words
+    }
+
+    /// The offsets and capacities of the sections.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The tables as rows.
+    pub fn view(&self) -> PlanView<'_> {
+        let layout = &self.layout;
+        let limits = &layout.limits;
+        let section = |begin: usize, words: usize| &self.words[begin..begin + words];
+        let num_sequences = self.words[header::NUM_SEQUENCES] as usize;
+        let num_segments = self.words[header::NUM_SEGMENTS] as usize;
+        let sequence_words = limits.max_sequences as usize * SequenceRow::WORDS;
+        let segment_words = limits.max_segments as usize * SegmentRow::WORDS;
+        PlanView {
+            page_size: self.words[header::PAGE_SIZE],
+            num_qo_rows: self.words[header::NUM_QO_ROWS],
+            order: section(layout.order, num_sequences),
+            sequences: SequenceRow::rows(section(layout.sequences, sequence_words)),
+            segment_order: section(layout.segment_order, num_segments),
+            segments: SegmentRow::rows(section(layout.segments, segment_words)),
+            page_ids: section(layout.page_ids, limits.max_page_ids as usize),
+        }
+    }
+
+    /// Opens the next version for a step in which the sequence rows given have these `kv_len`:
+    /// lengths advance if that is right for more of them than it is wrong.
+    pub(super) fn begin_step(&mut self, lengths: impl Iterator<Item = (u32, u32)>) {
+        let view = self.view();
+        let mut balance = 0_i64;
+        for (row, kv_len) in lengths {
+            let old = view.sequences[row as usize];
+            balance += i64::from(kv_len == old.kv_len.wrapping_add(old.qo_len));
+            balance -= i64::from(kv_len == old.kv_len);
+        }
+        self.begin_version(balance > 0);
+    }
+
+    /// Opens the next version. With `advance`, every sequence in use first advances by its query
+    /// tokens, which a copy of the image does for itself.
+    fn begin_version(&mut self, advance: bool) {
+        self.version += 1;
+        let mut change = if self.journal.len() == JOURNAL_VERSIONS {
+            self.journal.pop_front().unwrap_or_default()
+        } else {
+            Change::default()
+        };
+        change.advance = advance;
+        change.ranges.clear();
+        self.journal.push_back(change);
+        if advance {
+            let order = self.layout.order;
+            for index in order..order + self.words[header::NUM_SEQUENCES] as usize {
+                let row = self.words[index] as usize;
+                self.advanced_at[row] = self.version;
+                advance_row(&mut self.words, self.layout.sequences, row);
+            }
+        }
+    }
+
+    /// Writes one word of the version that was begun last.
+    pub(super) fn set(&mut self, index: usize, value: u32) {
+        if self.words[index] != value {
+            self.words[index] = value;
+            self.note(index, index + 1);
+        }
+    }
+
+    /// Writes consecutive words of the version that was begun last.
+    pub(super) fn set_all(&mut self, begin: usize, values: &[u32]) {
+        let target = &mut self.words[begin..begin + values.len()];
+        let first = common_prefix(target, values, 0);
+        if first == values.len() {
+            return;
+        }
+        let equal_tail = target.iter().zip(values).rev().take_while(|(old, new)| old == new);
+        let end = values.len() - equal_tail.count();
+        target[first..end].copy_from_slice(&values[first..end]);
+        self.note(begin + first, begin + end);
+    }
+
+    fn note(&mut self, begin: usize, end: usize) {
+        let Some(change) = self.journal.back_mut() else { return };
+        let (begin, end) = (begin as u32, end as u32);
+        match change.ranges.last_mut() {
+            Some(last) if last.1 == begin => last.1 = end,
+            _ => change.ranges.push((begin, end)),
+        }
+    }
+
+    pub(super) fn set_sequence(&mut self, row: u32, value: SequenceRow) {
+        self.set_all(self.layout.sequences + row as usize * SequenceRow::WORDS, &value.words());
+    }
+
+    pub(super) fn set_segment(&mut self, row: u32, value: SegmentRow) {
+        self.set_all(self.layout.segments + row as usize * SegmentRow::WORDS, &value.words());
+    }
+
+    /// Writes `order` from its start and the number of sequences.
+    pub(super) fn set_order(&mut self, order: &[u32]) {
+        self.set_all(self.layout.order, order);
+        self.set(header::NUM_SEQUENCES, order.len() as u32);
+    }
+
+    /// Writes `segment_order` from `begin` on and the number of segments.
+    pub(super) fn set_segment_order(&mut self, begin: usize, rows: &[u32]) {
+        self.set_all(self.layout.segment_order + begin, rows);
+        self.set(header::NUM_SEGMENTS, (begin + rows.len()) as u32);
+    }
+
+    pub(super) fn set_page_ids(&mut self, begin: usize, ids: &[u32]) {
+        self.set_all(self.layout.page_ids + begin, ids);
+    }
+
+    pub(super) fn set_num_qo_rows(&mut self, rows: u32) {
+        self.set(header::NUM_QO_ROWS, rows);
+    }
+
+    /// The change that made `version`, if the journal still has it.
+    pub(super) fn change(&self, version: u64) -> Option<&Change> {
+        let behind = usize::try_from(self.version.checked_sub(version)?).ok()?;
+        self.journal.len().checked_sub(behind + 1).map(|index| &self.journal[index])
+    }
+
+    /// The `kv_len` words of all sequence rows that advanced after `version`.
+    pub(super) fn advanced_since(&self, version: u64) -> impl Iterator<Item = u32> + '_ {
+        let first = self.layout.sequences + KV_LEN;
+        let rows = self.advanced_at.iter().enumerate().filter(move |&(_, &at)| at > version);
+        rows.map(move |(row, _)| (first + row * SequenceRow::WORDS) as u32)
+    }
+}
+
+/// Advances every sequence that `order` names in an image: `kv_len += qo_len`.
+pub(super) fn advance_words(words: &mut [u32]) {
+    let order = words[header::ORDER] as usize;
+    let sequences = words[header::SEQUENCES] as usize;
+    for index in order..order + words[header::NUM_SEQUENCES] as usize {
+        let row = words[index] as usize;
+        advance_row(words, sequences, row);
+    }
+}
+
+fn advance_row(words: &mut [u32], sequences: usize, row: usize) {
+    let at = sequences + row * SequenceRow::WORDS;
+    words[at + KV_LEN] = words[at + KV_LEN].wrapping_add(words[at + QO_LEN]);
+}

@@ -1,0 +1,95 @@
+//! Where each table lies in the image of words.
+
+use super::view::{Row, SegmentRow, SequenceRow};
+use crate::error::{Error, Result};
+
+/// Words of the header.
+pub(super) const HEADER_WORDS: usize = 16;
+
+/// Sections start at a multiple of so many words (128 bytes).
+const ALIGNMENT: usize = 32;
+
+/// The header's words, by index. Words that are not named here are 0.
+pub(super) mod header {
+    pub const FORMAT: usize = 0;
+    pub const PAGE_SIZE: usize = 1;
+    pub const NUM_QO_ROWS: usize = 2;
+    pub const NUM_SEQUENCES: usize = 3;
+    pub const NUM_SEGMENTS: usize = 4;
+    pub const ORDER: usize = 5;
+    pub const SEQUENCES: usize = 6;
+    pub const SEGMENT_ORDER: usize = 7;
+    pub const SEGMENTS: usize = 8;
+    pub const PAGE_IDS: usize = 9;
+    pub const MAX_SEQUENCES: usize = 10;
+    pub const MAX_SEGMENTS: usize = 11;
+    pub const MAX_PAGE_IDS: usize = 12;
+}
+
+/// How many rows each table can hold, fixed when it is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences of one step.
+    pub max_sequences: u32,
+    /// Segment rows of one step.
+    pub max_segments: u32,
+    /// Chunk ids that the tables hold, the unused ends of blocks included.
+    pub max_page_ids: u32,
+}
+
+/// The word offsets of the sections, in the order in which they lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    /// The capacities that the sections were laid out for.
+    pub limits: Limits,
+    /// First word of `order`: `max_sequences` words.
+    pub order: usize,
+    /// First word of `sequences`: `max_sequences` rows of 5 words.
+    pub sequences: usize,
+    /// First word of `segment_order`: `max_segments` words.
+    pub segment_order: usize,
+    /// First word of `segments`: `max_segments` rows of 6 words.
+    pub segments: usize,
+    /// First word of `page_ids`: `max_page_ids` words.
+    pub page_ids: usize,
+    /// Words of the whole image.
+    pub num_words: usize,
+}
+
+impl Layout {
+    /// Lays out the sections.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] if a capacity is 0 or the image would pass 2^32 words.
+    pub fn new(limits: Limits) -> Result<Self> {
+        let Limits { max_sequences, max_segments, max_page_ids } = limits;
+        let named = [
+            ("max_sequences", max_sequences),
+            ("max_segments", max_segments),
+            ("max_page_ids", max_page_ids),
+        ];
+        if let Some((name, given)) = named.into_iter().find(|&(_, value)| value == 0) {
+            return Err(Error::invalid(name, given, "at least 1"));
+        }
+        let mut end = HEADER_WORDS;
+        let mut section = |rows: u32, words: usize| {
+            let begin = end.next_multiple_of(ALIGNMENT);
+            end = begin + rows as usize * words;
+            begin
+        };
+        let layout = Self {
+            limits,
+            order: section(max_sequences, 1),
+            sequences: section(max_sequences, SequenceRow::WORDS),
+            segment_order: section(max_segments, 1),
+            segments: section(max_segments, SegmentRow::WORDS),
+            page_ids: section(max_page_ids, 1),
+            num_words: end,
+        };
+        if u32::try_from(layout.num_words).is_err() {
+            let allowed = format!("tables of fewer than 2^32 words, not {}", layout.num_words);
+            return Err(Error::invalid("limits", format!("{limits:?}"), allowed));
+        }
+        Ok(layout)
+    }
+}
