@@ -4,18 +4,18 @@ use std::collections::VecDeque;
 
 use hashbrown::HashMap;
 
-use super::source::RunId;
-
-/// The chunk ids of one run that the tables hold: always the first of the run.
+/// The chunk ids of one run that the tables hold: its first ones.
 #[derive(Debug, Default)]
 struct Resident {
     /// The blocks that hold them, each by its number.
     blocks: Vec<u32>,
-    /// Number of chunk ids written.
+    /// Number of chunk ids written, and the run's generation then.
     len: u32,
-    /// The attempt to plan that asked for it last, and how many of its ids that needs.
+    generation: u64,
+    /// The attempt to plan that asked for it last, and how many ids of which generation.
     attempt: u64,
     wanted: u32,
+    wanted_generation: u64,
     /// The step that used it last.
     used_at: u64,
 }
@@ -30,13 +30,13 @@ pub(super) struct PageArena {
     block_len: u32,
     num_blocks: usize,
     free: Vec<u32>,
-    runs: HashMap<RunId, Resident, foldhash::fast::RandomState>,
+    runs: HashMap<u32, Resident, foldhash::fast::RandomState>,
     /// The runs of the current step.
-    used: Vec<RunId>,
+    used: Vec<u32>,
     /// The runs that the attempt asks for.
-    wanted: Vec<RunId>,
+    wanted: Vec<u32>,
     /// Runs that went idle, and the step that used them last; outdated entries are passed over.
-    idle: VecDeque<(RunId, u64)>,
+    idle: VecDeque<(u32, u64)>,
     attempt: u64,
     step: u64,
     /// Blocks that the runs of the current step hold.
@@ -48,7 +48,7 @@ pub(super) struct PageArena {
 /// Chunk ids to write: those of `run` from `begin` to `end` go to `page_ids[at..]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct IdWrite {
-    pub run: RunId,
+    pub run: u32,
     pub begin: u32,
     pub end: u32,
     pub at: usize,
@@ -92,17 +92,18 @@ impl PageArena {
     }
 
     /// Asks for the first `end` chunk ids of a run.
-    pub fn want(&mut self, run: RunId, end: u32) {
+    pub fn want(&mut self, run: u32, generation: u64, end: u32) {
         let resident = self.runs.entry(run).or_default();
-        let mut counted = resident.wanted.div_ceil(self.block_len) as usize;
         if resident.attempt != self.attempt {
             resident.attempt = self.attempt;
-            resident.wanted = resident.len;
-            counted = 0;
+            resident.wanted = 0;
+            resident.wanted_generation = generation;
+            self.wanted_blocks += resident.blocks.len();
             self.wanted.push(run);
         }
+        let held = |len: u32| resident.blocks.len().max(len.div_ceil(self.block_len) as usize);
+        self.wanted_blocks += held(end).saturating_sub(held(resident.wanted));
         resident.wanted = resident.wanted.max(end);
-        self.wanted_blocks += resident.wanted.div_ceil(self.block_len) as usize - counted;
     }
 
     /// Blocks that the attempt needs in all.
@@ -128,6 +129,11 @@ impl PageArena {
         for run in &self.used {
             let Some(resident) = self.runs.get_mut(run) else { continue };
             resident.used_at = self.step;
+            if resident.generation != resident.wanted_generation {
+                // What is the same after all is found when the ids are written.
+                resident.generation = resident.wanted_generation;
+                resident.len = 0;
+            }
             if resident.len < resident.wanted {
                 short.push((*run, resident.wanted));
             }
@@ -139,7 +145,7 @@ impl PageArena {
     }
 
     /// Blocks that `run`, of the current step, lacks to hold `end` chunk ids.
-    pub fn lacking(&self, run: RunId, end: u32) -> usize {
+    pub fn lacking(&self, run: u32, end: u32) -> usize {
         let held = self.runs.get(&run).map_or(0, |resident| resident.blocks.len());
         (end.div_ceil(self.block_len) as usize).saturating_sub(held)
     }
@@ -151,18 +157,18 @@ impl PageArena {
 
     /// Extends a run of the current step to `end` chunk ids. The caller has checked that the
     /// blocks it lacks are to spare.
-    pub fn grow(&mut self, run: RunId, end: u32, writes: &mut Vec<IdWrite>) {
+    pub fn grow(&mut self, run: u32, end: u32, writes: &mut Vec<IdWrite>) {
         self.used_blocks += self.lacking(run, end);
         self.fill(run, end, writes);
     }
 
     /// Where the chunk id of `chunk` in `run` lies in `page_ids`.
-    pub fn position(&self, run: RunId, chunk: u32) -> u32 {
+    pub fn position(&self, run: u32, chunk: u32) -> u32 {
         let block = self.runs[&run].blocks[(chunk / self.block_len) as usize];
         block * self.block_len + chunk % self.block_len
     }
 
-    fn fill(&mut self, run: RunId, end: u32, writes: &mut Vec<IdWrite>) {
+    fn fill(&mut self, run: u32, end: u32, writes: &mut Vec<IdWrite>) {
         for _ in 0..self.lacking(run, end) {
             let block = self.take_block();
             self.runs.entry(run).or_default().blocks.push(block);
@@ -192,7 +198,7 @@ impl PageArena {
         }
     }
 
-    fn is_idle(&self, run: RunId, used_at: u64) -> bool {
+    fn is_idle(&self, run: u32, used_at: u64) -> bool {
         used_at != self.step
             && self.runs.get(&run).is_some_and(|resident| resident.used_at == used_at)
     }

@@ -108,8 +108,8 @@ impl Image {
 /// Applies a patch to a copy of an image, as the device does: advance, then overwrite.
 ///
 /// # Errors
-/// [`Error::InvalidConfig`] if the patch is cut short or reaches past the copy. Nothing is
-/// changed then.
+/// [`Error::InvalidConfig`] if the patch is cut short or reaches past the copy, or if it advances a
+/// copy that is no image. Nothing is changed then.
 pub fn apply_patch(words: &mut [u32], patch: &[u32]) -> Result<()> {
     let invalid = |given: String| Error::invalid("patch", given, "a whole patch for this image");
     let &[advance, num_ranges, ref rest @ ..] = patch else {
@@ -128,8 +128,8 @@ pub fn apply_patch(words: &mut [u32], patch: &[u32]) -> Result<()> {
             return Err(invalid(format!("words {target:?} from {value:?}")));
         }
     }
-    if advance != 0 {
-        advance_words(words);
+    if advance != 0 && !advance_words(words) {
+        return Err(Error::invalid("words", "no image", "an image to advance"));
     }
     for (target, value) in ranges.iter().map(bounds) {
         words[target].copy_from_slice(&patch[value]);

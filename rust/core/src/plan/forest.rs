@@ -1,6 +1,6 @@
 //! The part of a tree that one step's sequences span, in depth-first order.
 
-use super::source::{PlanSource, RunId, Window};
+use super::source::{PlanSource, Window};
 use super::view::NONE;
 
 /// Chunks without a branch among the step's sequences, consecutive in one run.
@@ -8,7 +8,8 @@ use super::view::NONE;
 pub(super) struct Strip {
     /// The strip before it on the path, or [`NONE`].
     pub parent: u32,
-    pub run: RunId,
+    pub run: u32,
+    pub generation: u64,
     /// First chunk in the run, and one past the last.
     pub begin: u32,
     pub end: u32,
@@ -160,6 +161,7 @@ impl Forest {
                 self.strips.push(Strip {
                     parent: above.strip,
                     run: window.run,
+                    generation: window.generation,
                     begin: window.begin,
                     end: window.end,
                     start_chunk: window.start_chunk,

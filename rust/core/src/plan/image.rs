@@ -242,14 +242,30 @@ impl Image {
     }
 }
 
-/// Advances every sequence that `order` names in an image: `kv_len += qo_len`.
-pub(super) fn advance_words(words: &mut [u32]) {
-    let order = words[header::ORDER] as usize;
-    let sequences = words[header::SEQUENCES] as usize;
-    for index in order..order + words[header::NUM_SEQUENCES] as usize {
-        let row = words[index] as usize;
-        advance_row(words, sequences, row);
+/// Advances every sequence that `order` names in an image, `kv_len += qo_len`; false, and nothing
+/// done, if the words are no image.
+pub(super) fn advance_words(words: &mut [u32]) -> bool {
+    let word = |index: usize| words.get(index).copied().unwrap_or(0);
+    let limits = Limits {
+        max_sequences: word(header::MAX_SEQUENCES),
+        max_segments: word(header::MAX_SEGMENTS),
+        max_page_ids: word(header::MAX_PAGE_IDS),
+    };
+    let Ok(layout) = Layout::new(limits) else { return false };
+    let num_sequences = word(header::NUM_SEQUENCES);
+    let max_sequences = limits.max_sequences;
+    if layout.num_words != words.len() || num_sequences > max_sequences {
+        return false;
     }
+    let order = layout.order..layout.order + num_sequences as usize;
+    if words[order.clone()].iter().any(|&row| row >= max_sequences) {
+        return false;
+    }
+    for index in order {
+        let row = words[index] as usize;
+        advance_row(words, layout.sequences, row);
+    }
+    true
 }
 
 fn advance_row(words: &mut [u32], sequences: usize, row: usize) {

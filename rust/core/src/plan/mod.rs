@@ -22,6 +22,6 @@ pub use indices::Index;
 pub use layout::{Layout, Limits};
 pub use page_table::PageTable;
 pub use planner::Planner;
-pub use source::{PlanSource, Query, RunId, Window};
+pub use source::{PlanSource, Query, Window};
 pub use step::{NO_SLOT, StepRows};
 pub use view::{NONE, PlanView, SegmentRow, SequenceRow};

@@ -5,7 +5,7 @@ use super::forest::{Forest, Strip};
 use super::image::Image;
 use super::layout::Limits;
 use super::rows::{Assigned, RowMap};
-use super::source::{PlanSource, Query, RunId};
+use super::source::{PlanSource, Query};
 use super::view::{NONE, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
 
@@ -16,7 +16,7 @@ const BLOCK_TOKENS: u32 = 4096;
 const MIN_BLOCK_LEN: u32 = 64;
 
 /// Names a segment row from step to step: its run and its first chunk in the run.
-type SegmentKey = (RunId, u32);
+type SegmentKey = (u32, u32);
 
 /// A sequence of the current step.
 #[derive(Debug, Clone, Copy)]
@@ -38,7 +38,7 @@ struct Member<S> {
 #[derive(Debug, Clone, Copy)]
 struct Growth {
     member: u32,
-    run: RunId,
+    run: u32,
     begin: u32,
     end: u32,
 }
@@ -297,7 +297,7 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
         pieces.clear();
         last_piece.clear();
         for (index, strip) in self.forest.strips.iter().enumerate() {
-            self.arena.want(strip.run, strip.end);
+            self.arena.want(strip.run, strip.generation, strip.end);
             let mut parent = last_piece.get(strip.parent as usize).copied().unwrap_or(NONE);
             let mut begin = strip.begin;
             while begin < strip.end {

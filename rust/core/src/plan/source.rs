@@ -2,16 +2,16 @@
 
 use std::hash::Hash;
 
-/// Names a buffer of chunk ids that only grows at its end. Names are never used again.
-pub type RunId = u64;
-
 /// A segment of the tree: consecutive chunks of one run, at least one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
     /// The segment before this one, or `None` at a root.
     pub parent: Option<u32>,
-    /// The run that holds its chunk ids.
-    pub run: RunId,
+    /// The run that holds its chunk ids: a buffer that grows and shrinks at its end.
+    pub run: u32,
+    /// Differs from what it was if the run shrank or became another since: as long as it is the
+    /// same, the run has only grown.
+    pub generation: u64,
     /// Index in the run of its first chunk.
     pub begin: u32,
     /// Index in the run one past its last chunk.
@@ -25,8 +25,8 @@ pub trait PlanSource {
     /// Names a sequence.
     type Sequence: Copy + Eq + Hash;
 
-    /// Changes whenever a sequence's path changes in any way other than by growth of the run at
-    /// its end.
+    /// Changes whenever a sequence's path changes in any way other than by growth of its last
+    /// segment.
     fn structure_version(&self) -> u64;
 
     /// All segment indices are below this.
@@ -39,7 +39,7 @@ pub trait PlanSource {
     fn window(&self, segment: u32) -> Window;
 
     /// The chunk ids of a run, at least up to the end of every window on it.
-    fn chunk_ids(&self, run: RunId) -> &[u32];
+    fn chunk_ids(&self, run: u32) -> &[u32];
 }
 
 /// One sequence's part in a step.
