@@ -1,1 +1,15 @@
-//! Host storage of K and V.
+//! Host storage of K and V, and views of K/V and row arrays that others own.
+
+mod dtype;
+mod host;
+pub(crate) mod layout;
+mod paged;
+pub(crate) mod rows;
+mod slab;
+
+pub use dtype::{Dtype, Element};
+pub use host::HostKv;
+pub use layout::{KvConfig, KvLayout};
+pub use paged::{PageStrides, PagedKv, PagedShape};
+pub use rows::{Rows, RowsLayout, RowsMut};
+pub(crate) use slab::SLACK;

@@ -1,0 +1,338 @@
+//! K and V of all layers in host memory, chunk by chunk, in the packed layout.
+
+use std::ptr;
+
+use crate::error::{Error, Result};
+use crate::kv::dtype::Dtype;
+use crate::kv::layout::{KvConfig, KvLayout, STRIP, k_offset, pack, v_offset};
+use crate::kv::rows::{Rows, RowsMut, check_rows};
+use crate::kv::slab::Slab;
+
+/// Host storage of K and V: memory grows slab by slab as chunks are first written, up to the
+/// capacity, and is given back on drop.
+///
+/// A slot is `chunk * chunk_size + offset`, as in a slot mapping of vLLM.
+///
+/// ```
+/// use chunkcache::kv::{Dtype, HostKv, KvConfig, Rows, RowsLayout, RowsMut};
+///
+/// let config = KvConfig {
+///     num_layers: 1, num_kv_heads: 1, head_dim: 4, chunk_size: 16, dtype: Dtype::F32, capacity: 8,
+/// };
+/// let mut kv = HostKv::new(config)?;
+/// let layout = RowsLayout::contiguous(1, 1, 4);
+/// let (k, v) = ([1.0f32, 2.0, 3.0, 4.0], [5.0f32, 6.0, 7.0, 8.0]);
+/// kv.write_kv(0, &Rows::new(&k, layout)?, &Rows::new(&v, layout)?, &[35])?;
+/// let (mut k2, mut v2) = ([0.0f32; 4], [0.0f32; 4]);
+/// kv.read_kv(0, &[35], &mut RowsMut::new(&mut k2, layout)?, &mut RowsMut::new(&mut v2, layout)?)?;
+/// assert_eq!((k, v), (k2, v2));
+/// # Ok::<(), chunkcache::error::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct HostKv {
+    layout: KvLayout,
+    slabs: Vec<Option<Slab>>,
+}
+
+impl HostKv {
+    /// An empty storage: no memory is taken yet.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] naming the size that is not allowed.
+    pub fn new(config: KvConfig) -> Result<Self> {
+        let layout = KvLayout::new(config)?;
+        let mut slabs = Vec::new();
+        slabs.resize_with(layout.num_slabs(), || None);
+        Ok(Self { layout, slabs })
+    }
+
+    /// The sizes.
+    pub const fn config(&self) -> &KvConfig {
+        self.layout.config()
+    }
+
+    /// The address arithmetic.
+    pub const fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    /// Bytes of the slabs taken so far.
+    pub fn allocated_bytes(&self) -> usize {
+        self.slabs.iter().flatten().count() * self.layout.slab_bytes()
+    }
+
+    /// Writes rows `[tokens, num_kv_heads, head_dim]` of the storage's dtype; row `t` goes to slot
+    /// `slot_mapping[t]`, or nowhere if that is -1.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a layer, slot, shape or dtype that is not allowed, or when the
+    /// system has no memory. Nothing is written then.
+    pub fn write_kv(
+        &mut self,
+        layer: usize,
+        k: &Rows<'_>,
+        v: &Rows<'_>,
+        slot_mapping: &[i64],
+    ) -> Result<()> {
+        self.check_layer(layer)?;
+        self.check_rows("k", k.layout(), k.dtype(), slot_mapping.len())?;
+        self.check_rows("v", v.layout(), v.dtype(), slot_mapping.len())?;
+        for &slot in slot_mapping {
+            if slot != -1 {
+                self.check_slot("slot_mapping", slot)?;
+            }
+        }
+        let chunk_size = self.config().chunk_size as i64;
+        for &slot in slot_mapping {
+            if slot != -1 {
+                self.grow((slot / chunk_size) as u32)?;
+            }
+        }
+        for (row, &slot) in slot_mapping.iter().enumerate() {
+            if slot == -1 {
+                continue;
+            }
+            let (chunk, token) = ((slot / chunk_size) as u32, (slot % chunk_size) as usize);
+            for head in 0..self.config().num_kv_heads {
+                let plane = self.plane(layer, chunk, head).expect("grown above").cast_mut();
+                // SAFETY: the plane and its V are in a slab that `&mut self` owns, the token is
+                // below the chunk size, and the shapes were checked.
+                unsafe {
+                    self.write_row(plane, token, k.row(row, head), v.row(row, head));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the rows of slots into `k` and `v`, `[slots, num_kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a layer, slot, shape or dtype that is not allowed, or a slot
+    /// of a chunk that lies in memory never written. Nothing is read then.
+    pub fn read_kv(
+        &self,
+        layer: usize,
+        slots: &[i64],
+        k: &mut RowsMut<'_>,
+        v: &mut RowsMut<'_>,
+    ) -> Result<()> {
+        self.check_layer(layer)?;
+        self.check_rows("k", k.layout(), k.dtype(), slots.len())?;
+        self.check_rows("v", v.layout(), v.dtype(), slots.len())?;
+        let chunk_size = self.config().chunk_size as i64;
+        for &slot in slots {
+            self.check_slot("slots", slot)?;
+            self.check_written("slots", (slot / chunk_size) as u32)?;
+        }
+        for (row, &slot) in slots.iter().enumerate() {
+            let (chunk, token) = ((slot / chunk_size) as u32, (slot % chunk_size) as usize);
+            for head in 0..self.config().num_kv_heads {
+                let plane = self.plane(layer, chunk, head).expect("checked above");
+                // SAFETY: the plane and its V are in a slab, the token is below the chunk size,
+                // and the shapes were checked; the output rows are borrowed exclusively.
+                unsafe {
+                    self.read_row(plane, token, k.row(row, head), v.row(row, head));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the first `num_tokens` tokens of chunk `src` to chunk `dst`, in all layers.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for chunks or a length that are not allowed. Nothing is copied then.
+    pub fn copy_chunk_head(&mut self, src: u32, dst: u32, num_tokens: usize) -> Result<()> {
+        let KvConfig { num_layers, num_kv_heads, head_dim, chunk_size, dtype, capacity } =
+            *self.config();
+        for (argument, chunk) in [("src", src), ("dst", dst)] {
+            if chunk as usize >= capacity {
+                return Err(Error::invalid(argument, chunk, format!("below {capacity}")));
+            }
+        }
+        if num_tokens > chunk_size {
+            return Err(Error::invalid("num_tokens", num_tokens, format!("0 to {chunk_size}")));
+        }
+        self.check_written("src", src)?;
+        if src == dst || num_tokens == 0 {
+            return Ok(());
+        }
+        self.grow(dst)?;
+        let whole_strips = num_tokens / STRIP * STRIP;
+        let strip_bytes = whole_strips * head_dim * dtype.itemsize();
+        let row_bytes = head_dim * dtype.itemsize();
+        let mut row = vec![0u8; 2 * row_bytes];
+        let (k_row, v_row) = row.split_at_mut(row_bytes);
+        for layer in 0..num_layers {
+            for head in 0..num_kv_heads {
+                let from = self.plane(layer, src, head).expect("checked above");
+                let to = self.plane(layer, dst, head).expect("grown above").cast_mut();
+                let v = self.layout.plane_bytes();
+                // SAFETY: two planes of different chunks do not overlap, strips are contiguous in
+                // K and in V, and tokens are below the chunk size.
+                unsafe {
+                    ptr::copy_nonoverlapping(from, to, strip_bytes);
+                    ptr::copy_nonoverlapping(from.add(v), to.add(v), strip_bytes);
+                    for token in whole_strips..num_tokens {
+                        self.read_row(from, token, k_row.as_mut_ptr(), v_row.as_mut_ptr());
+                        self.write_row(to, token, k_row.as_ptr(), v_row.as_ptr());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The address of one head's K of a chunk in one layer; V lies
+    /// [`KvLayout::plane_bytes`] behind it. `None` if the memory was never written.
+    pub(crate) fn plane(&self, layer: usize, chunk: u32, head: usize) -> Option<*const u8> {
+        let (slab, offset) = self.layout.locate(layer, chunk, head);
+        Some(self.slabs.get(slab)?.as_ref()?.as_ptr().wrapping_add(offset).cast_const())
+    }
+
+    /// Fails if a chunk lies in memory that was never written.
+    pub(crate) fn check_written(&self, argument: &str, chunk: u32) -> Result<()> {
+        match self.plane(0, chunk, 0) {
+            Some(_) => Ok(()),
+            None => Err(Error::invalid(
+                argument,
+                format!("chunk {chunk}, which was never written"),
+                format!("chunks that were written, below {}", self.config().capacity),
+            )),
+        }
+    }
+
+    /// Fails unless the layer exists.
+    pub(crate) fn check_layer(&self, layer: usize) -> Result<()> {
+        let num_layers = self.config().num_layers;
+        if layer >= num_layers {
+            return Err(Error::invalid("layer", layer, format!("0 to {}", num_layers - 1)));
+        }
+        Ok(())
+    }
+
+    fn check_rows(
+        &self,
+        argument: &str,
+        layout: &crate::kv::RowsLayout,
+        dtype: Dtype,
+        num_tokens: usize,
+    ) -> Result<()> {
+        let config = self.config();
+        check_rows(argument, layout, dtype, (config.num_kv_heads, config.head_dim, config.dtype))?;
+        if layout.num_tokens != num_tokens {
+            return Err(Error::invalid(
+                argument,
+                format!("{} tokens", layout.num_tokens),
+                format!("{num_tokens}, one for each slot"),
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_slot(&self, argument: &str, slot: i64) -> Result<()> {
+        let num_slots = self.config().capacity as u128 * self.config().chunk_size as u128;
+        if u128::try_from(slot).is_ok_and(|slot| slot < num_slots) {
+            return Ok(());
+        }
+        Err(Error::invalid(argument, slot, format!("slots 0 to {}", num_slots - 1)))
+    }
+
+    fn grow(&mut self, chunk: u32) -> Result<()> {
+        let (slab, _) = self.layout.locate(0, chunk, 0);
+        if self.slabs[slab].is_none() {
+            let bytes = self.layout.slab_bytes();
+            let grown = Slab::new(bytes);
+            self.slabs[slab] = Some(grown.ok_or_else(|| {
+                Error::invalid("capacity", self.config().capacity, "memory that the system has")
+            })?);
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// `plane` is a plane of this storage that is not read meanwhile, `token` lies in the chunk,
+    /// `k` and `v` are rows of `head_dim` elements.
+    unsafe fn write_row(&self, plane: *mut u8, token: usize, k: *const u8, v: *const u8) {
+        let dtype = self.config().dtype;
+        let v_plane = plane.wrapping_add(self.layout.plane_bytes());
+        // SAFETY: the offsets lie in the plane for every token of the chunk; the bits of f16 and
+        // bf16 are u16.
+        unsafe {
+            match dtype {
+                Dtype::F32 => self.scatter::<u32>(plane, v_plane, token, k, v),
+                Dtype::F16 | Dtype::Bf16 => self.scatter::<u16>(plane, v_plane, token, k, v),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::write_row`], with `T` of the item size.
+    unsafe fn scatter<T: Copy>(
+        &self,
+        k_plane: *mut u8,
+        v_plane: *mut u8,
+        token: usize,
+        k: *const u8,
+        v: *const u8,
+    ) {
+        let KvConfig { head_dim, dtype, .. } = *self.config();
+        let (k_plane, v_plane) = (k_plane.cast::<T>(), v_plane.cast::<T>());
+        let (k, v) = (k.cast::<T>(), v.cast::<T>());
+        // SAFETY: see the caller's contract; rows of callers may be unaligned.
+        unsafe {
+            for dim in 0..head_dim {
+                let value = k.add(dim).read_unaligned();
+                k_plane.add(k_offset(dtype, head_dim, token, dim)).write(value);
+            }
+            if pack(dtype) == 1 {
+                let row = v_plane.add(v_offset(dtype, head_dim, token, 0));
+                ptr::copy_nonoverlapping(v.cast::<u8>(), row.cast(), head_dim * size_of::<T>());
+            } else {
+                for dim in 0..head_dim {
+                    let value = v.add(dim).read_unaligned();
+                    v_plane.add(v_offset(dtype, head_dim, token, dim)).write(value);
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// `plane` is a plane of this storage, `token` lies in the chunk, `k` and `v` are rows of
+    /// `head_dim` elements that nobody else touches.
+    unsafe fn read_row(&self, plane: *const u8, token: usize, k: *mut u8, v: *mut u8) {
+        let v_plane = plane.wrapping_add(self.layout.plane_bytes());
+        // SAFETY: the offsets lie in the plane for every token of the chunk.
+        unsafe {
+            match self.config().dtype {
+                Dtype::F32 => self.gather::<u32>(plane, v_plane, token, k, v),
+                Dtype::F16 | Dtype::Bf16 => self.gather::<u16>(plane, v_plane, token, k, v),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::read_row`], with `T` of the item size.
+    unsafe fn gather<T: Copy>(
+        &self,
+        k_plane: *const u8,
+        v_plane: *const u8,
+        token: usize,
+        k: *mut u8,
+        v: *mut u8,
+    ) {
+        let KvConfig { head_dim, dtype, .. } = *self.config();
+        let (k_plane, v_plane) = (k_plane.cast::<T>(), v_plane.cast::<T>());
+        let (k, v) = (k.cast::<T>(), v.cast::<T>());
+        // SAFETY: see the caller's contract; rows of callers may be unaligned.
+        unsafe {
+            for dim in 0..head_dim {
+                let value = k_plane.add(k_offset(dtype, head_dim, token, dim)).read();
+                k.add(dim).write_unaligned(value);
+                let value = v_plane.add(v_offset(dtype, head_dim, token, dim)).read();
+                v.add(dim).write_unaligned(value);
+            }
+        }
+    }
+}

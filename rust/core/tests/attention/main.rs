@@ -1,0 +1,5 @@
+//! Attention over hand-made plans, against plain attention in float64.
+
+mod support;
+
+mod accuracy;
