@@ -38,8 +38,11 @@ pub enum Error {
         /// What is allowed.
         allowed: String,
     },
-    /// A plan that was used after its epoch.
-    #[error("stale plan: made for epoch {plan}, the image is at epoch {current}; make a new plan")]
+    /// A plan that was used after its epoch, or after it was closed.
+    #[error(
+        "stale plan: made for epoch {plan}, closed or overtaken since (the tables are at epoch \
+         {current}); make a new plan"
+    )]
     StalePlan {
         /// The plan's epoch.
         plan: u64,

@@ -4,7 +4,7 @@ mod plan_support;
 
 use chunkcache::error::Error;
 use chunkcache::plan::{
-    BlockTablePlanner, NO_SLOT, NONE, PageTable, PlanView, StepRows, plan_from_block_tables,
+    BlockTablePlanner, NO_SLOT, NONE, PageTable, Plan, PlanView, plan_from_block_tables,
     plan_from_csr,
 };
 use plan_support::{Copy, Expected, check_tables, path};
@@ -47,12 +47,12 @@ impl Batch {
         .collect()
     }
 
-    fn plan(&self) -> (BlockTablePlanner, StepRows) {
+    fn plan(&self) -> (BlockTablePlanner, Plan) {
         plan_from_block_tables(&self.table(), self.width(), &self.lens, PAGE, None).unwrap()
     }
 }
 
-fn update(planner: &mut BlockTablePlanner, batch: &Batch, grown: bool) -> StepRows {
+fn update(planner: &mut BlockTablePlanner, batch: &Batch, grown: bool) -> Plan {
     let table = batch.table();
     let table =
         PageTable::Dense { block_table: &table, width: batch.width(), seq_lens: &batch.lens };

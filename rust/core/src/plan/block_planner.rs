@@ -5,7 +5,7 @@ use super::indices::{Index, check_ids, parse_indptr, same_ids};
 use super::layout::Limits;
 use super::page_table::{PageRow, PageTable};
 use super::shared_pages::SharedPages;
-use super::step::StepRows;
+use super::step::Plan;
 use super::view::{NONE, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
 
@@ -21,6 +21,8 @@ pub struct BlockTablePlanner {
     max_pages: u32,
     shared: SharedPages,
     held: Vec<Held>,
+    /// A buffer for the ids of one sequence.
+    ids: Vec<u32>,
 }
 
 /// A sequence of the current step.
@@ -59,7 +61,8 @@ impl BlockTablePlanner {
         let max_segments = max_sequences.saturating_mul(2);
         let limits = Limits { max_sequences, max_segments, max_page_ids };
         let image = Image::new(page_size, limits)?;
-        Ok(Self { image, page_size, max_pages, shared: SharedPages::default(), held: Vec::new() })
+        let (held, ids) = (Vec::new(), Vec::new());
+        Ok(Self { image, page_size, max_pages, shared: SharedPages::default(), held, ids })
     }
 
     /// The tables.
@@ -81,7 +84,7 @@ impl BlockTablePlanner {
         &mut self,
         table: &PageTable<'_, T>,
         qo_indptr: Option<&[T]>,
-    ) -> Result<StepRows> {
+    ) -> Result<Plan> {
         self.next(table, qo_indptr, false)
     }
 
@@ -96,7 +99,7 @@ impl BlockTablePlanner {
         &mut self,
         table: &PageTable<'_, T>,
         qo_indptr: Option<&[T]>,
-    ) -> Result<StepRows> {
+    ) -> Result<Plan> {
         self.next(table, qo_indptr, true)
     }
 
@@ -105,7 +108,7 @@ impl BlockTablePlanner {
         table: &PageTable<'_, T>,
         qo_indptr: Option<&[T]>,
         trust_pages: bool,
-    ) -> Result<StepRows> {
+    ) -> Result<Plan> {
         let rows = table.rows(self.page_size)?;
         let qo_indptr = self.check(&rows, qo_indptr)?;
         let only_grew = self.held.len() == rows.len()
@@ -126,9 +129,9 @@ impl BlockTablePlanner {
         let lengths = rows.iter().enumerate().take(self.held.len());
         self.image.begin_step(lengths.map(|(index, row)| (index as u32, row.kv_len)));
         for (index, (row, &kept)) in rows.iter().zip(&kept).enumerate() {
-            let ids: Vec<u32> =
-                row.pages[kept..].iter().map(|&id| id.try_into().unwrap_or(NONE)).collect();
-            self.image.set_page_ids(index * self.max_pages as usize + kept, &ids);
+            self.ids.clear();
+            self.ids.extend(row.pages[kept..].iter().map(|&id| id.try_into().unwrap_or(NONE)));
+            self.image.set_page_ids(index * self.max_pages as usize + kept, &self.ids);
         }
         if only_grew {
             self.grow(&rows);
@@ -136,7 +139,7 @@ impl BlockTablePlanner {
             self.restructure(&rows);
         }
         self.write_sequences(&qo_indptr);
-        Ok(StepRows::new(&self.image, qo_indptr))
+        Ok(Plan::new(&self.image, qo_indptr, None))
     }
 
     /// Checks what the tables' capacities and the queries ask of the batch.
@@ -289,7 +292,7 @@ pub fn plan_from_block_tables<T: Index>(
     seq_lens: &[T],
     page_size: u32,
     qo_indptr: Option<&[T]>,
-) -> Result<(BlockTablePlanner, StepRows)> {
+) -> Result<(BlockTablePlanner, Plan)> {
     plan_once(&PageTable::Dense { block_table, width, seq_lens }, page_size, qo_indptr)
 }
 
@@ -303,7 +306,7 @@ pub fn plan_from_csr<T: Index>(
     kv_last_page_len: &[T],
     page_size: u32,
     qo_indptr: Option<&[T]>,
-) -> Result<(BlockTablePlanner, StepRows)> {
+) -> Result<(BlockTablePlanner, Plan)> {
     plan_once(&PageTable::Csr { kv_indptr, kv_indices, kv_last_page_len }, page_size, qo_indptr)
 }
 
@@ -311,7 +314,7 @@ fn plan_once<T: Index>(
     table: &PageTable<'_, T>,
     page_size: u32,
     qo_indptr: Option<&[T]>,
-) -> Result<(BlockTablePlanner, StepRows)> {
+) -> Result<(BlockTablePlanner, Plan)> {
     if page_size == 0 {
         return Err(Error::invalid("page_size", page_size, "at least 1"));
     }

@@ -200,12 +200,21 @@ impl Image {
         }
     }
 
+    /// Writes a row; only the words that differ count as changed.
+    fn set_row<const N: usize>(&mut self, begin: usize, values: [u32; N]) {
+        if self.words[begin..begin + N] != values {
+            for (offset, value) in values.into_iter().enumerate() {
+                self.set(begin + offset, value);
+            }
+        }
+    }
+
     pub(super) fn set_sequence(&mut self, row: u32, value: SequenceRow) {
-        self.set_all(self.layout.sequences + row as usize * SequenceRow::WORDS, &value.words());
+        self.set_row(self.layout.sequences + row as usize * SequenceRow::WORDS, value.words());
     }
 
     pub(super) fn set_segment(&mut self, row: u32, value: SegmentRow) {
-        self.set_all(self.layout.segments + row as usize * SegmentRow::WORDS, &value.words());
+        self.set_row(self.layout.segments + row as usize * SegmentRow::WORDS, value.words());
     }
 
     /// Writes `order` from its start and the number of sequences.

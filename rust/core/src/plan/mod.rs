@@ -23,5 +23,5 @@ pub use layout::{Layout, Limits};
 pub use page_table::PageTable;
 pub use planner::Planner;
 pub use source::{PlanSource, Query, Window};
-pub use step::{NO_SLOT, StepRows};
+pub use step::{NO_SLOT, Plan};
 pub use view::{NONE, PlanView, SegmentRow, SequenceRow};

@@ -3,32 +3,37 @@
 use super::image::Image;
 use super::view::{NONE, PlanView, SequenceRow};
 use crate::error::{Error, Result};
+use crate::tree::StepId;
 
 /// The slot of a row whose K/V is not written.
 pub const NO_SLOT: i64 = -1;
 
-/// Where the rows of a step stand, for a version of the tables.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StepRows {
+/// One step: where its rows stand, and the version of the tables that it was made for.
+///
+/// It is valid until the next plan from the same planner, or until it is closed.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Plan {
     epoch: u64,
+    is_open: bool,
+    step: Option<StepId>,
     qo_indptr: Vec<u32>,
     positions: Vec<i64>,
     slot_mapping: Vec<i64>,
 }
 
-impl StepRows {
-    /// Reads the rows of the tables' current version.
-    pub(super) fn new(image: &Image, qo_indptr: Vec<u32>) -> Self {
+impl Plan {
+    /// Reads the rows of the tables' current version. `step` is the tree's, if there is one.
+    pub(super) fn new(image: &Image, qo_indptr: Vec<u32>, step: Option<StepId>) -> Self {
         let view = image.view();
         let mut positions = vec![0; view.num_qo_rows as usize];
         let mut slot_mapping = vec![NO_SLOT; view.num_qo_rows as usize];
         for &row in view.order {
             fill_rows(&view, &view.sequences[row as usize], &mut positions, &mut slot_mapping);
         }
-        Self { epoch: image.version(), qo_indptr, positions, slot_mapping }
+        Self { epoch: image.version(), is_open: true, step, qo_indptr, positions, slot_mapping }
     }
 
-    /// The version of the tables that the rows belong to.
+    /// The version of the tables that the plan belongs to.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -43,8 +48,8 @@ impl StepRows {
         &self.positions
     }
 
-    /// For each row the slot its K/V is written to, `chunk id * page_size + offset`; -1 for padding and for
-    /// tokens that are written already or by another sequence.
+    /// For each row the slot that its K/V is written to, `chunk id * page_size + offset`; -1 for
+    /// padding and for tokens that are written already or by another sequence.
     pub fn slot_mapping(&self) -> &[i64] {
         &self.slot_mapping
     }
@@ -54,15 +59,36 @@ impl StepRows {
         self.positions.len()
     }
 
-    /// The tables, if they are still those that the rows were made for.
+    /// The tables, if they are still those that the plan was made for.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if a later plan has changed them.
+    /// As [`Plan::check`].
     pub fn view<'a>(&self, image: &'a Image) -> Result<PlanView<'a>> {
-        if self.epoch != image.version() {
-            return Err(Error::StalePlan { plan: self.epoch, current: image.version() });
-        }
+        self.check(image.version())?;
         Ok(image.view())
+    }
+
+    /// Checks that an image at `version`, the planner's or a copy of it, holds this plan's tables.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`] if the plan is closed or a later one has changed the image.
+    pub fn check(&self, version: u64) -> Result<()> {
+        if self.is_open && self.epoch == version {
+            return Ok(());
+        }
+        Err(Error::StalePlan { plan: self.epoch, current: version })
+    }
+
+    /// Whether the plan was not closed yet.
+    pub fn is_open(&self) -> bool {
+        self.is_open
+    }
+
+    /// Ends the plan. Returns the tree's step for the caller to commit or abort; `None` if there
+    /// is none, as over block tables, or if the plan was closed before.
+    pub fn close(&mut self) -> Option<StepId> {
+        self.is_open = false;
+        self.step.take()
     }
 }
 
