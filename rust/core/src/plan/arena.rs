@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 
 use hashbrown::HashMap;
 
+use crate::tree::RunKey;
+
 /// The chunk ids of one run that the tables hold: its first ones.
 #[derive(Debug, Default)]
 struct Resident {
@@ -48,7 +50,7 @@ pub(super) struct PageArena {
 /// Chunk ids to write: those of `run` from `begin` to `end` go to `page_ids[at..]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct IdWrite {
-    pub run: u32,
+    pub run: RunKey,
     pub begin: u32,
     pub end: u32,
     pub at: usize,
@@ -92,14 +94,14 @@ impl PageArena {
     }
 
     /// Asks for the first `end` chunk ids of a run.
-    pub fn want(&mut self, run: u32, generation: u64, end: u32) {
-        let resident = self.runs.entry(run).or_default();
+    pub fn want(&mut self, run: RunKey, end: u32) {
+        let resident = self.runs.entry(run.index).or_default();
         if resident.attempt != self.attempt {
             resident.attempt = self.attempt;
             resident.wanted = 0;
-            resident.wanted_generation = generation;
+            resident.wanted_generation = run.generation;
             self.wanted_blocks += resident.blocks.len();
-            self.wanted.push(run);
+            self.wanted.push(run.index);
         }
         let held = |len: u32| resident.blocks.len().max(len.div_ceil(self.block_len) as usize);
         self.wanted_blocks += held(end).saturating_sub(held(resident.wanted));
@@ -126,8 +128,8 @@ impl PageArena {
         self.used = std::mem::take(&mut self.wanted);
         // Every run is marked before any block is taken from an idle one.
         let mut short = Vec::new();
-        for run in &self.used {
-            let Some(resident) = self.runs.get_mut(run) else { continue };
+        for &index in &self.used {
+            let Some(resident) = self.runs.get_mut(&index) else { continue };
             resident.used_at = self.step;
             if resident.generation != resident.wanted_generation {
                 // What is the same after all is found when the ids are written.
@@ -135,7 +137,7 @@ impl PageArena {
                 resident.len = 0;
             }
             if resident.len < resident.wanted {
-                short.push((*run, resident.wanted));
+                short.push((RunKey { index, generation: resident.generation }, resident.wanted));
             }
         }
         for (run, end) in short {
@@ -145,8 +147,8 @@ impl PageArena {
     }
 
     /// Blocks that `run`, of the current step, lacks to hold `end` chunk ids.
-    pub fn lacking(&self, run: u32, end: u32) -> usize {
-        let held = self.runs.get(&run).map_or(0, |resident| resident.blocks.len());
+    pub fn lacking(&self, run: RunKey, end: u32) -> usize {
+        let held = self.runs.get(&run.index).map_or(0, |resident| resident.blocks.len());
         (end.div_ceil(self.block_len) as usize).saturating_sub(held)
     }
 
@@ -157,23 +159,23 @@ impl PageArena {
 
     /// Extends a run of the current step to `end` chunk ids. The caller has checked that the
     /// blocks it lacks are to spare.
-    pub fn grow(&mut self, run: u32, end: u32, writes: &mut Vec<IdWrite>) {
+    pub fn grow(&mut self, run: RunKey, end: u32, writes: &mut Vec<IdWrite>) {
         self.used_blocks += self.lacking(run, end);
         self.fill(run, end, writes);
     }
 
     /// Where the chunk id of `chunk` in `run` lies in `page_ids`.
-    pub fn position(&self, run: u32, chunk: u32) -> u32 {
-        let block = self.runs[&run].blocks[(chunk / self.block_len) as usize];
+    pub fn position(&self, run: RunKey, chunk: u32) -> u32 {
+        let block = self.runs[&run.index].blocks[(chunk / self.block_len) as usize];
         block * self.block_len + chunk % self.block_len
     }
 
-    fn fill(&mut self, run: u32, end: u32, writes: &mut Vec<IdWrite>) {
+    fn fill(&mut self, run: RunKey, end: u32, writes: &mut Vec<IdWrite>) {
         for _ in 0..self.lacking(run, end) {
             let block = self.take_block();
-            self.runs.entry(run).or_default().blocks.push(block);
+            self.runs.entry(run.index).or_default().blocks.push(block);
         }
-        let Some(resident) = self.runs.get_mut(&run) else { return };
+        let Some(resident) = self.runs.get_mut(&run.index) else { return };
         while resident.len < end {
             let begin = resident.len;
             let border = (begin / self.block_len + 1) * self.block_len;

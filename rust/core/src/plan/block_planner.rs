@@ -1,7 +1,7 @@
 //! Plans over somebody else's paged cache, made from its block tables.
 
 use super::image::Image;
-use super::indices::{Index, check_ids, parse_indptr, same_ids};
+use super::indices::{Index, MAX_QO_ROWS, check_ids, parse_indptr, same_ids};
 use super::layout::Limits;
 use super::page_table::{PageRow, PageTable};
 use super::shared_pages::SharedPages;
@@ -155,7 +155,7 @@ impl BlockTablePlanner {
             return Err(Error::invalid("seq_lens", given, allowed));
         }
         let qo_indptr = match qo_indptr {
-            Some(given) => parse_indptr("qo_indptr", given, rows.len(), u32::MAX as usize)?,
+            Some(given) => parse_indptr("qo_indptr", given, rows.len(), MAX_QO_ROWS)?,
             None => (0..=rows.len() as u32).collect(),
         };
         for (index, (row, span)) in rows.iter().zip(qo_indptr.windows(2)).enumerate() {

@@ -1,15 +1,16 @@
 //! The part of a tree that one step's sequences span, in depth-first order.
 
-use super::source::{PlanSource, Window};
+use super::source::{Query, Window};
 use super::view::NONE;
+use crate::error::Result;
+use crate::tree::{PrefixTree, RunKey, SegmentId};
 
 /// Chunks without a branch among the step's sequences, consecutive in one run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Strip {
     /// The strip before it on the path, or [`NONE`].
     pub parent: u32,
-    pub run: u32,
-    pub generation: u64,
+    pub run: RunKey,
     /// First chunk in the run, and one past the last.
     pub begin: u32,
     pub end: u32,
@@ -23,9 +24,9 @@ pub(super) struct Strip {
 /// Where a sequence of the batch ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct End {
-    /// Its leaf segment in the tree, or [`NONE`].
-    pub leaf: u32,
-    /// Its last strip, or [`NONE`].
+    /// Its leaf segment in the tree.
+    pub leaf: SegmentId,
+    /// Its last strip.
     pub strip: u32,
 }
 
@@ -61,25 +62,26 @@ pub(super) struct Forest {
 }
 
 impl Forest {
-    /// Spans the paths of `sequences`. Siblings stand in the order in which the batch meets them,
-    /// so that sequences that only grow keep their place.
-    pub fn build<P: PlanSource>(
-        &mut self,
-        source: &P,
-        sequences: impl Iterator<Item = P::Sequence>,
-    ) {
+    /// Spans the paths of the step's sequences. Siblings stand in the order in which the batch
+    /// meets them, so that sequences that only grow keep their place.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`](crate::error::Error::UnknownSequence).
+    pub fn build(&mut self, tree: &PrefixTree, queries: &[Query]) -> Result<()> {
         self.build += 1;
-        self.met.resize(source.segment_bound().max(self.met.len()), (0, NONE));
+        self.met.resize(tree.segment_bound().max(self.met.len()), (0, NONE));
         self.windows.clear();
         self.ends.clear();
-        let leaves = sequences.map(|sequence| source.leaf(sequence).unwrap_or(NONE));
-        self.ends.extend(leaves.map(|leaf| End { leaf, strip: NONE }));
+        for query in queries {
+            self.ends.push(End { leaf: tree.leaf(query.sequence)?, strip: NONE });
+        }
         self.nodes.clear();
         self.nodes.resize(self.ends.len() + 1, LONE);
         for sequence in 0..self.ends.len() {
-            self.climb(source, sequence as u32);
+            self.climb(tree, sequence as u32);
         }
         self.descend();
+        Ok(())
     }
 
     fn root(&self) -> u32 {
@@ -87,22 +89,23 @@ impl Forest {
     }
 
     /// Adds the segments from a sequence's leaf up to the first that is there already.
-    fn climb<P: PlanSource>(&mut self, source: &P, sequence: u32) {
+    fn climb(&mut self, tree: &PrefixTree, sequence: u32) {
         let mut below = sequence;
-        let mut segment = self.ends[sequence as usize].leaf;
-        while segment != NONE {
-            let (build, node) = self.met[segment as usize];
-            if build == self.build {
+        let mut next = Some(self.ends[sequence as usize].leaf);
+        while let Some(segment) = next {
+            let met = &mut self.met[segment.index() as usize];
+            if met.0 == self.build {
+                let node = met.1;
                 return self.attach(below, node);
             }
             let node = self.nodes.len() as u32;
-            self.met[segment as usize] = (self.build, node);
+            *met = (self.build, node);
             self.nodes.push(LONE);
             self.attach(below, node);
-            let window = source.window(segment);
+            let window = Window::of(tree, segment);
             self.windows.push(window);
             below = node;
-            segment = window.parent.unwrap_or(NONE);
+            next = window.parent;
         }
         self.attach(below, self.root());
     }
@@ -161,7 +164,6 @@ impl Forest {
                 self.strips.push(Strip {
                     parent: above.strip,
                     run: window.run,
-                    generation: window.generation,
                     begin: window.begin,
                     end: window.end,
                     start_chunk: window.start_chunk,

@@ -10,6 +10,10 @@ pub trait Index: Copy + Display + TryInto<u32> {}
 
 impl<T: Copy + Display + TryInto<u32>> Index for T {}
 
+/// Rows of `q` that one step may have: more than any memory holds, and few enough that a wrong
+/// `qo_indptr` is refused before anything of its size is allocated.
+pub(super) const MAX_QO_ROWS: usize = 1 << 24;
+
 /// Integers compared at a time: enough for the compiler to use vector instructions.
 const STRIDE: usize = 64;
 

@@ -13,6 +13,7 @@ mod rows;
 mod shared_pages;
 mod source;
 mod step;
+mod tree_step;
 mod view;
 
 pub use block_planner::{BlockTablePlanner, plan_from_block_tables, plan_from_csr};
@@ -22,6 +23,5 @@ pub use indices::Index;
 pub use layout::{Layout, Limits};
 pub use page_table::PageTable;
 pub use planner::Planner;
-pub use source::{PlanSource, Query, Window};
 pub use step::{NO_SLOT, Plan};
 pub use view::{NONE, PlanView, SegmentRow, SequenceRow};

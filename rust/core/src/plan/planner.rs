@@ -5,9 +5,10 @@ use super::forest::{Forest, Strip};
 use super::image::Image;
 use super::layout::Limits;
 use super::rows::{Assigned, RowMap};
-use super::source::{PlanSource, Query};
+use super::source::{Query, Window};
 use super::view::{NONE, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
+use crate::tree::{PrefixTree, RunKey, SegmentId, SeqHandle};
 
 /// Tokens that a block of chunk ids covers at least, unless its chunks are few.
 const BLOCK_TOKENS: u32 = 4096;
@@ -15,20 +16,20 @@ const BLOCK_TOKENS: u32 = 4096;
 /// Chunk ids that a block has at least.
 const MIN_BLOCK_LEN: u32 = 64;
 
-/// Names a segment row from step to step: its run and its first chunk in the run.
+/// Names a segment row from step to step: its run's slot and its first chunk in the run.
 type SegmentKey = (u32, u32);
 
 /// A sequence of the current step.
 #[derive(Debug, Clone, Copy)]
-struct Member<S> {
-    sequence: S,
+struct Member {
+    sequence: SeqHandle,
     /// Its row of `sequences`.
     row: u32,
     /// Its place in `order`.
     place: u32,
-    /// Its leaf segment in the tree, or [`NONE`].
-    leaf: u32,
-    /// The last row of its path, or [`NONE`].
+    /// Its leaf segment in the tree.
+    leaf: SegmentId,
+    /// The last row of its path.
     last_row: u32,
     /// Chunks of its path that the tables hold.
     num_chunks: u32,
@@ -38,7 +39,7 @@ struct Member<S> {
 #[derive(Debug, Clone, Copy)]
 struct Growth {
     member: u32,
-    run: u32,
+    run: RunKey,
     begin: u32,
     end: u32,
 }
@@ -48,14 +49,14 @@ struct Growth {
 /// The rows of a sequence and of a segment stay where they are from step to step. The ids of a
 /// run lie in blocks, and a segment that crosses a border between blocks has one row for each.
 #[derive(Debug)]
-pub struct Planner<S> {
+pub struct Planner {
     image: Image,
     page_size: u32,
     arena: PageArena,
-    sequence_rows: RowMap<S>,
+    sequence_rows: RowMap<SeqHandle>,
     segment_rows: RowMap<SegmentKey>,
     /// The sequences of the current step, in the batch's order.
-    members: Vec<Member<S>>,
+    members: Vec<Member>,
     /// The structure that the tables stand for.
     structure_version: Option<u64>,
     forest: Forest,
@@ -85,7 +86,7 @@ struct Piece {
     end: u32,
 }
 
-impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
+impl Planner {
     /// Tables for chunks of `page_size` tokens, with capacities that never change.
     ///
     /// `max_page_ids` is rounded down to whole blocks of [`Planner::block_len`] ids.
@@ -133,29 +134,29 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
         &self.image
     }
 
-    /// Makes the tables of the next step and returns their version.
+    /// Makes the tables of the next step, whose sequences are distinct.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] if the step passes a capacity, names a sequence twice, or needs
-    /// more tokens than a sequence has chunks for. The tables are unchanged then.
-    pub fn update<P: PlanSource<Sequence = S>>(
+    /// [`Error::UnknownSequence`]; [`Error::InvalidConfig`] if the step passes a capacity or
+    /// needs more tokens than a sequence has chunks for. The tables are unchanged then.
+    pub(super) fn update(
         &mut self,
-        source: &P,
-        queries: &[Query<S>],
+        tree: &PrefixTree,
+        queries: &[Query],
         num_qo_rows: u32,
-    ) -> Result<u64> {
-        let same_batch = self.structure_version == Some(source.structure_version())
+    ) -> Result<()> {
+        let same_batch = self.structure_version == Some(tree.structure_version())
             && self.members.len() == queries.len()
             && self.members.iter().zip(queries).all(|(old, new)| old.sequence == new.sequence);
         if same_batch {
-            self.find_growths(source, queries)?;
+            self.find_growths(tree, queries)?;
             self.begin_step(queries);
-            self.grow(source);
+            self.grow(tree);
         } else {
-            self.find_structure(source, queries)?;
+            self.find_structure(tree, queries)?;
             self.begin_step(queries);
-            self.restructure(source, queries);
-            self.structure_version = Some(source.structure_version());
+            self.restructure(tree, queries);
+            self.structure_version = Some(tree.structure_version());
         }
         for (member, query) in self.members.iter().zip(queries) {
             let &Query { qo_begin, qo_len, kv_len, num_cached_rows, .. } = query;
@@ -164,21 +165,17 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
             self.image.set_sequence(member.row, row);
         }
         self.image.set_num_qo_rows(num_qo_rows);
-        Ok(self.image.version())
+        Ok(())
     }
 
-    fn begin_step(&mut self, queries: &[Query<S>]) {
+    fn begin_step(&mut self, queries: &[Query]) {
         let rows = &self.sequence_rows;
         let lengths = queries.iter().map(|query| (rows.get(&query.sequence), query.kv_len));
         self.image.begin_step(lengths.filter_map(|(row, kv_len)| Some((row?, kv_len))));
     }
 
     /// Lists the leaves that grew, and checks that there is room for what they gained.
-    fn find_growths<P: PlanSource<Sequence = S>>(
-        &mut self,
-        source: &P,
-        queries: &[Query<S>],
-    ) -> Result<()> {
+    fn find_growths(&mut self, tree: &PrefixTree, queries: &[Query]) -> Result<()> {
         let growths = &mut self.scratch.growths;
         growths.clear();
         let (mut num_blocks, mut num_rows) = (0, 0);
@@ -188,13 +185,10 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
                 continue;
             }
             let missing = || short_path(index, query.kv_len, member.num_chunks, self.page_size);
-            if member.leaf == NONE {
-                return Err(missing());
-            }
-            let window = source.window(member.leaf);
+            let window = Window::of(tree, member.leaf);
             let end = window.end;
             let begin = window.begin + (member.num_chunks - window.start_chunk);
-            if window.start_chunk + (end - window.begin) < needed {
+            if window.end_chunk() < needed {
                 return Err(missing());
             }
             num_blocks += self.arena.lacking(window.run, end);
@@ -225,12 +219,12 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
         Ok(())
     }
 
-    fn grow<P: PlanSource<Sequence = S>>(&mut self, source: &P) {
+    fn grow(&mut self, tree: &PrefixTree) {
         for index in 0..self.scratch.growths.len() {
             let Growth { member, run, begin, end } = self.scratch.growths[index];
             self.scratch.id_writes.clear();
             self.arena.grow(run, end, &mut self.scratch.id_writes);
-            self.write_ids(source);
+            self.write_ids(tree);
             let member = &mut self.members[member as usize];
             let block_len = self.arena.block_len();
             let mut begin = begin;
@@ -238,8 +232,8 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
                 let piece_end = end.min((begin / block_len + 1) * block_len);
                 let added = piece_end - begin;
                 let view = self.image.view();
-                if begin % block_len == 0 || member.last_row == NONE {
-                    let row = self.segment_rows.add((run, begin));
+                if begin % block_len == 0 {
+                    let row = self.segment_rows.add((run.index, begin));
                     let num_segments = view.segment_order.len();
                     self.image.set_segment(
                         row,
@@ -265,26 +259,22 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
         }
     }
 
-    fn write_ids<P: PlanSource<Sequence = S>>(&mut self, source: &P) {
+    fn write_ids(&mut self, tree: &PrefixTree) {
         for write in &self.scratch.id_writes {
-            let ids = &source.chunk_ids(write.run)[write.begin as usize..write.end as usize];
+            let ids = &tree.run_chunks(write.run)[write.begin as usize..write.end as usize];
             self.image.set_page_ids(write.at, ids);
         }
     }
 
     /// Finds the strips and pieces of a new step, and checks that there is room for them.
-    fn find_structure<P: PlanSource<Sequence = S>>(
-        &mut self,
-        source: &P,
-        queries: &[Query<S>],
-    ) -> Result<()> {
+    fn find_structure(&mut self, tree: &PrefixTree, queries: &[Query]) -> Result<()> {
         let max_sequences = self.sequence_rows.capacity();
         if queries.len() > max_sequences {
             let given = format!("{} sequences", queries.len());
             let allowed = format!("at most max_sequences = {max_sequences}");
             return Err(Error::invalid("batch", given, allowed));
         }
-        self.forest.build(source, queries.iter().map(|query| query.sequence));
+        self.forest.build(tree, queries)?;
         for (index, (query, end)) in queries.iter().zip(&self.forest.ends).enumerate() {
             let strip = self.forest.strips.get(end.strip as usize);
             let held = strip.map_or(0, |strip| strip.start_chunk + (strip.end - strip.begin));
@@ -297,7 +287,7 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
         pieces.clear();
         last_piece.clear();
         for (index, strip) in self.forest.strips.iter().enumerate() {
-            self.arena.want(strip.run, strip.generation, strip.end);
+            self.arena.want(strip.run, strip.end);
             let mut parent = last_piece.get(strip.parent as usize).copied().unwrap_or(NONE);
             let mut begin = strip.begin;
             while begin < strip.end {
@@ -328,10 +318,10 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
         Ok(())
     }
 
-    fn restructure<P: PlanSource<Sequence = S>>(&mut self, source: &P, queries: &[Query<S>]) {
+    fn restructure(&mut self, tree: &PrefixTree, queries: &[Query]) {
         self.scratch.id_writes.clear();
         self.arena.take_wanted(&mut self.scratch.id_writes);
-        self.write_ids(source);
+        self.write_ids(tree);
         self.place_segments();
         self.place_sequences(queries);
     }
@@ -340,7 +330,7 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
     fn place_segments(&mut self) {
         let Scratch { pieces, assigned, .. } = &mut self.scratch;
         let strips = &self.forest.strips;
-        let key = |piece: &Piece| (strips[piece.strip as usize].run, piece.begin);
+        let key = |piece: &Piece| (strips[piece.strip as usize].run.index, piece.begin);
         self.segment_rows.assign(pieces.iter().map(key), assigned);
         for (piece, given) in pieces.iter().zip(assigned.iter()) {
             let strip: &Strip = &strips[piece.strip as usize];
@@ -387,7 +377,7 @@ impl<S: Copy + Eq + std::hash::Hash> Planner<S> {
         self.image.set_segment_order(0, order);
     }
 
-    fn place_sequences(&mut self, queries: &[Query<S>]) {
+    fn place_sequences(&mut self, queries: &[Query]) {
         let Scratch { assigned, last_piece, order, .. } = &mut self.scratch;
         let last_rows: Vec<u32> =
             last_piece.iter().map(|&piece| assigned[piece as usize].row).collect();

@@ -1,52 +1,43 @@
-//! What the planner reads of a prefix tree.
+//! What the planner reads of the prefix tree, counted in chunks.
 
-use std::hash::Hash;
+use crate::tree::{PrefixTree, RunKey, SegmentId, SeqHandle};
 
 /// A segment of the tree: consecutive chunks of one run, at least one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Window {
-    /// The segment before this one, or `None` at a root.
-    pub parent: Option<u32>,
-    /// The run that holds its chunk ids: a buffer that grows and shrinks at its end.
-    pub run: u32,
-    /// Differs from what it was if the run shrank or became another since: as long as it is the
-    /// same, the run has only grown.
-    pub generation: u64,
-    /// Index in the run of its first chunk.
+pub(super) struct Window {
+    /// The segment before it on the path.
+    pub parent: Option<SegmentId>,
+    pub run: RunKey,
+    /// Index in the run of its first chunk, and one past its last.
     pub begin: u32,
-    /// Index in the run one past its last chunk.
     pub end: u32,
     /// Number of chunks before it on its path.
     pub start_chunk: u32,
 }
 
-/// A forest of segments with the sequences that end in it.
-pub trait PlanSource {
-    /// Names a sequence.
-    type Sequence: Copy + Eq + Hash;
+impl Window {
+    pub fn of(tree: &PrefixTree, segment: SegmentId) -> Self {
+        let view = tree.segment(segment);
+        let chunk_size = tree.chunk_size() as u32;
+        Self {
+            parent: view.parent,
+            run: view.run,
+            begin: view.first_chunk,
+            end: view.first_chunk + view.num_tokens.div_ceil(chunk_size),
+            start_chunk: view.start_pos / chunk_size,
+        }
+    }
 
-    /// Changes whenever a sequence's path changes in any way other than by growth of its last
-    /// segment.
-    fn structure_version(&self) -> u64;
-
-    /// All segment indices are below this.
-    fn segment_bound(&self) -> usize;
-
-    /// The segment at the end of the sequence's path; `None` if it has no chunks.
-    fn leaf(&self, sequence: Self::Sequence) -> Option<u32>;
-
-    /// A segment by its index.
-    fn window(&self, segment: u32) -> Window;
-
-    /// The chunk ids of a run, at least up to the end of every window on it.
-    fn chunk_ids(&self, run: u32) -> &[u32];
+    /// Chunks of the path up to the end of the segment.
+    pub fn end_chunk(&self) -> u32 {
+        self.start_chunk + (self.end - self.begin)
+    }
 }
 
 /// One sequence's part in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Query<S> {
-    /// The sequence.
-    pub sequence: S,
+pub(super) struct Query {
+    pub sequence: SeqHandle,
     /// Its first row of `q`.
     pub qo_begin: u32,
     /// Its number of query tokens.
