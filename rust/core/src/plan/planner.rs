@@ -129,6 +129,11 @@ impl Planner {
         Limits { max_sequences, max_segments: num_chunks.clamp(64, 1 << 16), max_page_ids }
     }
 
+    /// Tokens per chunk.
+    pub fn page_size(&self) -> u32 {
+        self.page_size
+    }
+
     /// The tables.
     pub fn image(&self) -> &Image {
         &self.image

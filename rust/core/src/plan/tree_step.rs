@@ -41,6 +41,11 @@ impl Planner {
         batch: &[Option<SeqHandle>],
         qo_indptr: Option<&[u32]>,
     ) -> Result<Plan> {
+        let (page_size, chunk_size) = (self.page_size(), tree.chunk_size());
+        if page_size as usize != chunk_size {
+            let given = format!("chunks of {chunk_size} tokens");
+            return Err(Error::invalid("tree", given, format!("the planner's {page_size}")));
+        }
         let rows = match qo_indptr {
             Some(given) => parse_indptr("qo_indptr", given, batch.len(), MAX_QO_ROWS)?,
             None => (0..=batch.len() as u32).collect(),

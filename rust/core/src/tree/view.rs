@@ -3,6 +3,7 @@
 use super::PrefixTree;
 use super::types::{RunKey, SegmentId, SegmentView, SeqHandle};
 use crate::error::Result;
+use crate::pool::ChunkId;
 
 impl PrefixTree {
     /// The segment at whose end a sequence ends. The path goes on by [`SegmentView::parent`].
@@ -31,6 +32,15 @@ impl PrefixTree {
             num_sequences: s.live,
             chunk_ids: self.chunks(id.0),
         }
+    }
+
+    /// All chunks of a run, of which [`SegmentView::chunk_ids`] is a part. Those that no segment
+    /// covers any more are dead entries.
+    ///
+    /// # Panics
+    /// If the key never named a run of this tree.
+    pub fn run_chunks(&self, run: RunKey) -> &[ChunkId] {
+        &self.runs[run.index].chunks
     }
 
     /// One past the largest [`SegmentId::index`] in use, for tables by segment.

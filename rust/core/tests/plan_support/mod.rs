@@ -2,7 +2,11 @@
 
 use std::collections::HashSet;
 
-use chunkcache::plan::{Image, NONE, PlanView, SegmentRow, apply_patch};
+use chunkcache::error::Error;
+use chunkcache::plan::{
+    Image, Limits, NO_SLOT, NONE, Plan, PlanView, Planner, SegmentRow, apply_patch,
+};
+use chunkcache::tree::{PrefixTree, SeqHandle, TreeConfig};
 
 /// What the tables must say of one sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -142,5 +146,81 @@ impl Copy {
         apply_patch(&mut self.words, &staging).expect("the patch is whole");
         self.version = diff.to;
         diff.num_words()
+    }
+}
+
+/// `len` tokens that no other `first` gives, as long as the ranges do not meet.
+pub fn tokens(first: u32, len: u32) -> Vec<u32> {
+    (first * 100_000..first * 100_000 + len).collect()
+}
+
+/// A tree and its planner; every plan's tables are checked.
+pub struct Steps {
+    pub tree: PrefixTree,
+    pub planner: Planner,
+    live: Vec<SeqHandle>,
+}
+
+impl Steps {
+    pub fn new(capacity: usize, chunk_size: usize, limits: Option<Limits>) -> Self {
+        let tree = PrefixTree::new(TreeConfig::new(capacity, chunk_size)).expect("a valid tree");
+        let page_size = chunk_size as u32;
+        let limits = limits.unwrap_or_else(|| Planner::default_limits(page_size, capacity as u32));
+        let planner = Planner::new(page_size, limits).expect("valid limits");
+        Self { tree, planner, live: Vec::new() }
+    }
+
+    pub fn live(&self) -> Vec<SeqHandle> {
+        self.live.clone()
+    }
+
+    pub fn insert(&mut self, tokens: &[u32]) -> SeqHandle {
+        let seq = self.tree.insert(tokens, b"").expect("room for the prompt").seq;
+        self.live.push(seq);
+        seq
+    }
+
+    pub fn remove(&mut self, seq: SeqHandle) {
+        self.tree.remove(seq).expect("a live sequence");
+        self.live.retain(|&other| other != seq);
+    }
+
+    /// Plans a step and checks its tables against the tree.
+    pub fn plan(
+        &mut self,
+        batch: &[Option<SeqHandle>],
+        qo_indptr: Option<&[u32]>,
+    ) -> Result<Plan, Error> {
+        let plan = self.planner.plan(&mut self.tree, batch, qo_indptr)?;
+        let view = plan.view(self.planner.image()).expect("the plan is new");
+        let mut expected = Vec::new();
+        for (seq, span) in batch.iter().zip(plan.qo_indptr().windows(2)) {
+            let Some(seq) = *seq else { continue };
+            let slots = &plan.slot_mapping()[span[0] as usize..span[1] as usize];
+            let cached = slots.iter().take_while(|&&slot| slot == NO_SLOT).count();
+            let kv_len = plan.positions()[span[1] as usize - 1] + 1;
+            assert!(slots[cached..].iter().all(|&slot| slot != NO_SLOT), "{slots:?}");
+            expected.push(Expected {
+                qo_begin: span[0],
+                qo_len: span[1] - span[0],
+                kv_len: kv_len as u32,
+                num_cached_rows: cached as u32,
+                pages: self.tree.chunk_ids(seq).expect("a live sequence"),
+            });
+        }
+        check_tables(&view, &expected).unwrap_or_else(|error| panic!("{error}\n{view:?}"));
+        Ok(plan)
+    }
+
+    /// Plans a step and commits it.
+    pub fn run(
+        &mut self,
+        batch: &[Option<SeqHandle>],
+        qo_indptr: Option<&[u32]>,
+    ) -> Result<Plan, Error> {
+        let mut plan = self.plan(batch, qo_indptr)?;
+        let step = plan.close().expect("the plan is open");
+        self.tree.commit_step(step).expect("the step is open");
+        Ok(plan)
     }
 }
