@@ -1,6 +1,12 @@
-"""Shared-prefix K/V cache with two-phase attention."""
+"""Shared-prefix K/V cache with two-phase attention.
 
-from chunkcache._core import __version__
+`PrefixTree` shares equal prompt prefixes, per chunk, without any K/V: for schedulers and routers.
+`ChunkCache` adds the K/V of all layers and attention over it. `chunkcache.attention` runs the same
+attention over paged caches that others keep, and `chunkcache.reference` explains it in numpy.
+"""
+
+from chunkcache._core import PrefixTree, __version__
+from chunkcache.cache import ChunkCache
 from chunkcache.errors import (
     ChunkCacheError,
     InvalidConfigError,
@@ -11,10 +17,12 @@ from chunkcache.errors import (
 )
 
 __all__ = [
+    "ChunkCache",
     "ChunkCacheError",
     "InvalidConfigError",
     "KernelError",
     "OutOfChunksError",
+    "PrefixTree",
     "StalePlanError",
     "UnknownSequenceError",
     "__version__",

@@ -1,9 +1,40 @@
 //! PyO3 bindings of the `chunkcache` crate: they convert, release the GIL and map errors.
 
+mod args;
+mod arrays;
+mod attention;
+mod errors;
+mod host;
+mod numpy;
+mod options;
+mod plan;
+mod results;
+mod shared;
+mod tokens;
+mod tree;
+
 use pyo3::prelude::*;
 
 /// The compiled half of the `chunkcache` package.
 #[pymodule]
-fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("__version__", env!("CARGO_PKG_VERSION"))
+mod _core {
+    #[pymodule_export]
+    use crate::attention::{
+        merge_states, partial_attention, plan_from_block_tables, plan_from_csr, run,
+    };
+    #[pymodule_export]
+    use crate::host::HostCache;
+    #[pymodule_export]
+    use crate::plan::PyPlan;
+    #[pymodule_export]
+    use crate::results::{
+        ChunkCopy, Committed, ForkResult, Inherited, InsertResult, PrefixMatch, SequenceInfo,
+        Stats, TruncateResult,
+    };
+    #[pymodule_export]
+    use crate::tree::PyPrefixTree;
+
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
 }

@@ -84,6 +84,11 @@ impl Plan {
         self.is_open
     }
 
+    /// The tree's step; `None` over block tables, or once closed.
+    pub fn step(&self) -> Option<StepId> {
+        self.step
+    }
+
     /// Ends the plan. Returns the tree's step for the caller to commit or abort; `None` if there
     /// is none, as over block tables, or if the plan was closed before.
     pub fn close(&mut self) -> Option<StepId> {

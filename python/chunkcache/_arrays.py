@@ -1,0 +1,250 @@
+"""Numpy arrays and torch CPU tensors as addresses, the one way data reaches the compiled half.
+
+Nothing is copied: an array is checked and described by a `View`, and its memory is read or written
+in place. torch is never imported here: a tensor can only come from a caller who has imported it.
+"""
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from chunkcache.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor: TypeAlias = npt.NDArray[Any] | torch.Tensor
+else:
+    Tensor = Any
+
+T = TypeVar("T", bound=Tensor)
+
+#: Element types of K, V, queries and outputs, and their sizes in bytes.
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class View(NamedTuple):
+    """Where an array lies: what the compiled half is given in its place."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    #: Elements from one index to the next, per dimension; 0 where there is no next.
+    strides: tuple[int, ...]
+
+
+class Expected(NamedTuple):
+    """What an argument may be; sizes that are None are free, named in messages by `dims`."""
+
+    dims: tuple[str, ...]
+    sizes: tuple[int | None, ...]
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the allowed dtypes and shape as a message shows them."""
+        sizes = (d if s is None else str(s) for d, s in zip(self.dims, self.sizes, strict=True))
+        return f"{' or '.join(self.dtypes)} [{', '.join(sizes)}] on cpu"
+
+
+def view(
+    name: str,
+    array: Tensor,
+    expected: Expected,
+    *,
+    writable: bool = False,
+    contiguous: bool = False,
+) -> View:
+    """Check an array and describe where it lies.
+
+    Args:
+        name: the argument's name, for messages.
+        array: a numpy array or a torch CPU tensor; its innermost dimension must be contiguous.
+        expected: the allowed dtypes and shape.
+        writable: whether the array is to be written.
+        contiguous: whether it must be contiguous in all dimensions.
+
+    Raises:
+        InvalidConfigError: anything else than `expected`, an array that cannot be read (or written)
+            in place.
+    """
+    if _is_torch(array):
+        found = _torch_view(name, array, expected)
+    elif isinstance(array, np.ndarray):
+        found = _numpy_view(name, array, expected)
+        if writable and not array.flags.writeable:
+            raise InvalidConfigError(f"{name}: got a read-only array, allowed is a writable one")
+    else:
+        raise InvalidConfigError(
+            f"{name}: got {type(array).__name__}, allowed is a numpy array or a torch tensor,"
+            f" {expected}"
+        )
+    fits = len(found.shape) == len(expected.sizes) and all(
+        size in (None, n) for n, size in zip(found.shape, expected.sizes, strict=True)
+    )
+    if found.dtype not in expected.dtypes or not fits:
+        raise _refused(name, found.dtype, found.shape, "cpu", expected)
+    return _checked_strides(name, found, writable, contiguous)
+
+
+def empty_like(
+    array: Tensor, shape: tuple[int, ...], dtype: str | None = None, *, fill: float | None = None
+) -> Any:
+    """Return a new array of the same kind as `array`, numpy or torch.
+
+    Args:
+        array: the array whose kind, and whose dtype by default, the new one has.
+        shape: the new shape.
+        dtype: the name of another dtype, such as "float32".
+        fill: the value of every element; left unset by default.
+    """
+    if _is_torch(array):
+        torch = sys.modules["torch"]
+        new = torch.empty(shape, dtype=array.dtype if dtype is None else getattr(torch, dtype))
+        return new if fill is None else new.fill_(fill)
+    new = np.empty(shape, dtype=array.dtype if dtype is None else dtype)
+    if fill is not None:
+        new.fill(fill)
+    return new
+
+
+def check_apart(out_name: str, out: View, name: str, other: View) -> None:
+    """Refuse an output whose memory begins before another array ends, and the reverse."""
+    (a, b), (c, d) = _extent(out), _extent(other)
+    if a < d and c < b:
+        raise InvalidConfigError(
+            f"{out_name}: got memory that overlaps {name}, allowed is memory of its own"
+        )
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a numpy or torch dtype, or of what numpy takes for one: "float32"."""
+    name = str(dtype)
+    if name.startswith("torch."):
+        return name.removeprefix("torch.")
+    if name in ITEM_SIZES:
+        return name
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        return name
+
+
+def check_dtype(name: str, dtype: Any) -> str:
+    """Return the name of a supported element type, or refuse it."""
+    found = dtype_name(dtype)
+    if found not in ITEM_SIZES:
+        raise InvalidConfigError(f"{name}: got {found}, allowed is {' or '.join(ITEM_SIZES)}")
+    return found
+
+
+def int_array(name: str, values: Any, ndim: int) -> npt.NDArray[np.int64]:
+    """Return a numpy array, a torch tensor or nested sequences of integers as int64.
+
+    Raises:
+        InvalidConfigError: not integers, another number of dimensions, or a tensor that is not on
+            the CPU.
+    """
+    if _is_torch(values):
+        _check_torch_device(name, values, f"integers of {ndim} dimensions on cpu")
+        values = values.numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidConfigError(
+            f"{name}: got ragged rows, allowed is integers of {ndim} dimensions"
+        ) from error
+    if array.size == 0 and array.ndim == ndim:
+        return array.astype(np.int64)
+    if array.ndim != ndim or not np.issubdtype(array.dtype, np.integer):
+        raise InvalidConfigError(
+            f"{name}: got {array.dtype} of {array.ndim} dimensions,"
+            f" allowed is integers of {ndim} dimensions"
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _is_torch(array: Any) -> "TypeGuard[torch.Tensor]":
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _check_torch_device(name: str, tensor: "torch.Tensor", allowed: str) -> None:
+    if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided:
+        raise InvalidConfigError(
+            f"{name}: got a {tensor.layout} tensor on {tensor.device}, allowed is {allowed}"
+        )
+
+
+def _torch_view(name: str, tensor: "torch.Tensor", expected: Expected) -> View:
+    _check_torch_device(name, tensor, str(expected))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return View(tensor.data_ptr(), dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _numpy_view(name: str, array: npt.NDArray[Any], expected: Expected) -> View:
+    item = array.dtype.itemsize
+    aligned = array.flags.aligned and array.dtype.isnative
+    if not aligned or any(stride % item for stride in array.strides):
+        raise InvalidConfigError(
+            f"{name}: got an array of unaligned or byte-swapped elements, allowed is {expected}"
+        )
+    address, _read_only = array.__array_interface__["data"]
+    strides = tuple(stride // item for stride in array.strides)
+    return View(address, array.dtype.name, array.shape, strides)
+
+
+def _checked_strides(name: str, found: View, writable: bool, contiguous: bool) -> View:
+    """Refuse strides that the kernels do not follow, and drop those of dimensions of one index."""
+    if math.prod(found.shape) == 0:
+        return found._replace(strides=(0,) * len(found.shape))
+    strides = tuple(s if n > 1 else 0 for n, s in zip(found.shape, found.strides, strict=True))
+    if strides[-1] != min(found.shape[-1] - 1, 1) or min(strides) < 0:
+        raise InvalidConfigError(
+            f"{name}: got strides {found.strides} in elements, allowed is a contiguous innermost"
+            " dimension and no negative stride"
+        )
+    if contiguous and strides != _contiguous(found.shape):
+        raise InvalidConfigError(
+            f"{name}: got strides {found.strides} in elements, allowed is a contiguous array"
+        )
+    if writable and not _disjoint(found.shape, strides):
+        raise InvalidConfigError(
+            f"{name}: got strides {found.strides} in elements, allowed is an array whose elements"
+            " do not overlap"
+        )
+    return found._replace(strides=strides)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of an array without gaps, 0 for dimensions of one index."""
+    return tuple(math.prod(shape[i + 1 :]) if n > 1 else 0 for i, n in enumerate(shape))
+
+
+def _disjoint(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether each dimension steps over all that the dimensions of smaller strides span."""
+    reach = 1
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1:
+            if stride < reach:
+                return False
+            reach = (n - 1) * stride + reach
+    return True
+
+
+def _extent(found: View) -> tuple[int, int]:
+    """Return the first byte of a view and one past its last; empty views have neither."""
+    if math.prod(found.shape) == 0:
+        return found.address, found.address
+    last = sum((n - 1) * stride for n, stride in zip(found.shape, found.strides, strict=True))
+    return found.address, found.address + (last + 1) * ITEM_SIZES[found.dtype]
+
+
+def _refused(
+    name: str, dtype: str, shape: tuple[int, ...], device: str, expected: Expected
+) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"{name}: got {dtype} {list(shape)} on {device}, allowed is {expected}"
+    )

@@ -1,0 +1,249 @@
+//! `chunkcache.Plan`: one step over a tree, or over somebody else's block tables.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use chunkcache::error::{Error, Result};
+use chunkcache::plan::{BlockTablePlanner, Plan, PlanView, Planner};
+use chunkcache::tree::{SeqHandle, StepId};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+use crate::args::IntoPython;
+use crate::numpy::int64_array;
+use crate::results::Committed;
+use crate::shared::{LONG, Shared};
+
+/// Whose tables they are.
+#[derive(Debug)]
+enum Tables {
+    Tree(Planner),
+    Blocks(BlockTablePlanner),
+}
+
+/// An open plan and its tables.
+#[derive(Debug)]
+struct Open {
+    plan: Plan,
+    tables: Tables,
+}
+
+/// A plan's rows, which outlive it.
+#[derive(Debug)]
+struct Rows {
+    positions: Vec<i64>,
+    slot_mapping: Vec<i64>,
+    qo_indptr: Vec<i64>,
+}
+
+/// The rows as numpy arrays, made when first asked for.
+#[derive(Debug)]
+struct Arrays {
+    positions: Py<PyAny>,
+    slot_mapping: Py<PyAny>,
+    qo_indptr: Py<PyAny>,
+}
+
+/// One step: which sequences compute which tokens, and the context tables that attention reads.
+///
+/// It is made by `PrefixTree.plan`, by `ChunkCache.plan`, or by `plan_from_block_tables` and
+/// `plan_from_csr` of `chunkcache.attention`. It serves all layers, and holds its chunks until it
+/// is committed or closed. As a context manager it closes itself.
+#[pyclass(frozen, name = "Plan", module = "chunkcache")]
+pub struct PyPlan {
+    open: RwLock<Option<Open>>,
+    /// The tree of the plan; none over block tables.
+    shared: Option<Arc<Shared>>,
+    epoch: u64,
+    rows: Rows,
+    arrays: PyOnceLock<Arrays>,
+}
+
+/// How the step of a tree ends.
+#[derive(Debug, Clone, Copy)]
+enum End {
+    Commit,
+    Abort,
+}
+
+impl PyPlan {
+    fn new(plan: Plan, tables: Tables, shared: Option<Arc<Shared>>) -> Self {
+        let rows = Rows {
+            positions: plan.positions().to_vec(),
+            slot_mapping: plan.slot_mapping().to_vec(),
+            qo_indptr: plan.qo_indptr().iter().map(|&row| row.into()).collect(),
+        };
+        let epoch = plan.epoch();
+        let open = RwLock::new(Some(Open { plan, tables }));
+        Self { open, shared, epoch, rows, arrays: PyOnceLock::new() }
+    }
+
+    /// A step of a tree.
+    pub fn over_tree(
+        py: Python<'_>,
+        shared: &Arc<Shared>,
+        batch: &[Option<SeqHandle>],
+        qo_indptr: Option<&[u32]>,
+    ) -> PyResult<Self> {
+        let (plan, planner) =
+            shared.with(py, batch.len() > LONG, |state| state.begin_plan(batch, qo_indptr))?;
+        Ok(Self::new(plan, Tables::Tree(planner), Some(Arc::clone(shared))))
+    }
+
+    /// A step of somebody else's paged cache.
+    pub fn over_blocks(planner: BlockTablePlanner, plan: Plan) -> Self {
+        Self::new(plan, Tables::Blocks(planner), None)
+    }
+
+    /// Runs `work` on the tables and the slots, for a thread without the GIL; closing the plan
+    /// waits until it has ended.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`] if the plan is closed.
+    pub fn read<T>(&self, work: impl FnOnce(&PlanView<'_>, &[i64]) -> Result<T>) -> Result<T> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        let Open { plan, tables } = open.as_ref().ok_or_else(|| self.stale())?;
+        let view = match tables {
+            Tables::Tree(planner) => plan.view(planner.image())?,
+            Tables::Blocks(planner) => plan.view(planner.image())?,
+        };
+        work(&view, &self.rows.slot_mapping)
+    }
+
+    /// Fails unless the plan is one of this tree.
+    pub fn check_is_of(&self, shared: &Arc<Shared>) -> Result<()> {
+        match &self.shared {
+            Some(own) if Arc::ptr_eq(own, shared) => Ok(()),
+            _ => Err(Error::invalid("plan", "a plan of something else", "a plan of this cache")),
+        }
+    }
+
+    fn stale(&self) -> Error {
+        Error::StalePlan { plan: self.epoch, current: self.epoch }
+    }
+
+    fn arrays(&self, py: Python<'_>) -> PyResult<&Arrays> {
+        self.arrays.get_or_try_init(py, || {
+            let array = |values: &[i64]| int64_array(py, values).map(Bound::unbind);
+            Ok(Arrays {
+                positions: array(&self.rows.positions)?,
+                slot_mapping: array(&self.rows.slot_mapping)?,
+                qo_indptr: array(&self.rows.qo_indptr)?,
+            })
+        })
+    }
+
+    /// Ends the step of the tree and gives the tables back to it. None if the plan was closed.
+    fn end(&self, py: Python<'_>, how: End) -> PyResult<Option<Committed>> {
+        let lock = || self.open.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(shared) = &self.shared else {
+            py.detach(|| lock().take());
+            return Ok(None);
+        };
+        let committed = shared.with(py, true, |state| {
+            let mut open = lock();
+            let Some(step) = step_of(&open) else { return Ok(None) };
+            let committed = match how {
+                End::Commit => state.tree.commit_step(step)?,
+                End::Abort => state.tree.abort_step(step)?,
+            };
+            if let Some(Open { tables: Tables::Tree(planner), .. }) = open.take() {
+                state.keep_planner(planner);
+            }
+            state.copy(&committed.copies)?;
+            Ok(Some(committed))
+        })?;
+        Ok(committed.map(Into::into))
+    }
+}
+
+fn step_of(open: &Option<Open>) -> Option<StepId> {
+    open.as_ref().and_then(|open| open.plan.step())
+}
+
+impl Drop for PyPlan {
+    fn drop(&mut self) {
+        let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let (Some(shared), Some(step)) = (&self.shared, step_of(open)) {
+            shared.with_on_drop(|state| state.abandon(step));
+        }
+    }
+}
+
+#[pymethods]
+impl PyPlan {
+    /// The token position of each row in its sequence, int64 `[rows]`; 0 for padding.
+    #[getter]
+    fn positions(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        Ok(self.arrays(py)?.positions.clone_ref(py))
+    }
+
+    /// The slot that each row's K/V is written to, `chunk * chunk_size + offset`, int64 `[rows]`; -1
+    /// for padding and for tokens that are written already or by another sequence.
+    #[getter]
+    fn slot_mapping(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        Ok(self.arrays(py)?.slot_mapping.clone_ref(py))
+    }
+
+    /// Entry i of the batch has the rows `qo_indptr[i]` to `qo_indptr[i + 1]`, int64 `[entries + 1]`.
+    #[getter]
+    fn qo_indptr(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        Ok(self.arrays(py)?.qo_indptr.clone_ref(py))
+    }
+
+    /// Rows of q and of the output, padding included.
+    #[getter]
+    fn num_rows(&self) -> usize {
+        self.rows.positions.len()
+    }
+
+    /// Whether the plan was neither committed nor closed.
+    #[getter]
+    fn is_open(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.open.read().unwrap_or_else(PoisonError::into_inner).is_some())
+    }
+
+    /// Count the step's tokens as written, and close the plan. Plans of one tree are committed in the
+    /// order in which they were made.
+    ///
+    /// Raises:
+    ///     StalePlanError: the plan is closed, or an earlier one was closed without a commit.
+    ///     InvalidConfigError: an earlier plan is still open, or the plan is not one of a tree.
+    fn commit(&self, py: Python<'_>) -> PyResult<Committed> {
+        if self.shared.is_none() {
+            let given = "a plan over block tables";
+            return Err(Error::invalid("plan", given, "a plan of a tree")).into_python(py);
+        }
+        match self.end(py, End::Commit)? {
+            Some(committed) => Ok(committed),
+            None => Err(self.stale()).into_python(py),
+        }
+    }
+
+    /// Close the plan without a commit: nothing counts as written. A plan that is closed already
+    /// stays so.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.end(py, End::Abort).map(|_| ())
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (exc_type, exc_value, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        exc_type: &Bound<'_, PyAny>,
+        exc_value: &Bound<'_, PyAny>,
+        traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let _ = (exc_type, exc_value, traceback);
+        self.close(py)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let state = if self.is_open(py) { "open" } else { "closed" };
+        let entries = self.rows.qo_indptr.len() - 1;
+        format!("Plan({entries} entries, {} rows, {state})", self.num_rows())
+    }
+}
