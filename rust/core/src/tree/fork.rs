@@ -29,7 +29,7 @@ impl PrefixTree {
             ));
         }
         let num_tokens = self.num_known_of(source);
-        if num_tokens % self.chunk_size != 0 {
+        if !num_tokens.is_multiple_of(self.chunk_size) {
             self.ensure_free(1)?;
         }
         let slot = self.sequences.open();
@@ -69,9 +69,10 @@ impl PrefixTree {
         let begin = (shared - s.start) as usize;
         let head = self.known_tokens(held)[begin..begin + num_head as usize].to_vec();
         let src = self.chunks(held)[chunk];
+        let writer = s.writer;
         self.extend(slot, &head);
         if !written {
-            self.link_waiter(slot, source, num_tokens);
+            self.link_waiter(slot, writer, num_tokens);
             return (None, true);
         }
         self.mark_filled(slot, shared, num_tokens);

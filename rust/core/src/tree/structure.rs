@@ -349,17 +349,21 @@ impl PrefixTree {
     }
 
     /// Gives back the chunks `[begin, end)` of a run. What lies at the run's end is cut off; what
-    /// lies before other windows stays in the run as a dead entry, until the run is dropped.
+    /// lies before other windows stays as dead entries, until those are cut off too.
     fn free_window(&mut self, run: u32, begin: u32, end: u32) {
         if end as usize == self.runs[run].chunks.len() {
-            let tokens = begin as usize * self.chunk_size as usize;
-            self.runs[run].tokens.truncate(tokens);
             self.give_back_from(run, begin);
+            let Run { tokens, chunks, .. } = &mut self.runs[run];
+            while chunks.last() == Some(&NIL) {
+                chunks.pop();
+            }
+            tokens.truncate(chunks.len() * self.chunk_size as usize);
             return;
         }
         let Self { runs, pool, steps, .. } = self;
-        for &id in runs[run].chunks[begin as usize..end as usize].iter().rev() {
-            steps.give_back(pool, id);
+        for id in runs[run].chunks[begin as usize..end as usize].iter_mut().rev() {
+            steps.give_back(pool, *id);
+            *id = NIL;
         }
     }
 }

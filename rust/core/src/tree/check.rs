@@ -1,8 +1,0 @@
-//! Numbered invariants.
-use super::PrefixTree;
-impl PrefixTree {
-    /// Checks.
-    pub fn check_invariants(&self) -> Result<(), String> {
-        Ok(())
-    }
-}
