@@ -26,6 +26,8 @@
 mod cursors;
 mod nodes;
 mod tables;
+#[cfg(test)]
+mod tests;
 
 use super::PrefixTree;
 
