@@ -1,0 +1,95 @@
+"""Interleaved timing: every contender is measured in turn, round after round, in one process.
+
+A shared machine changes speed by the minute. Contenders that take turns see the same machine,
+so that their ratios mean something where their seconds do not.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median over the rounds, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        """Summarise the seconds per call of at least two rounds."""
+        low, median, high = statistics.quantiles(seconds, n=4)
+        return cls(median, low, high)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median."""
+        return (self.high - self.low) / self.median
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    budget: float = 3.0,
+    min_rounds: int = 7,
+    min_sample: float = 2e-3,
+) -> dict[str, Timing]:
+    """Time ``contenders`` in turn.
+
+    Parameters
+    ----------
+    contenders
+        Name to a function of no arguments.
+    budget
+        Seconds to spend on all of them together, warm-up excluded.
+    min_rounds
+        Rounds that are made even when the budget is spent.
+    min_sample
+        Seconds that one sample lasts at least: short calls are repeated within it.
+    """
+    repeats = {}
+    for name, call in contenders.items():
+        call()
+        begin = time.perf_counter()
+        call()
+        repeats[name] = max(1, round(min_sample / max(time.perf_counter() - begin, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    deadline = time.perf_counter() + budget
+    rounds = 0
+    while rounds < min_rounds or time.perf_counter() < deadline:
+        for name, call in contenders.items():
+            count = repeats[name]
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            samples[name].append((time.perf_counter() - begin) / count)
+        rounds += 1
+    return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+
+def machine(*packages: str) -> dict[str, str]:
+    """The processor, the system and the versions that a figure belongs to."""
+    processor = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+        processor = f"{models[0]}, {len(models)} logical cores"
+    except (OSError, IndexError):
+        pass
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": "python " + " ".join(sys.argv),
+        "processor": processor,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in packages},
+    }
