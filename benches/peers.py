@@ -140,9 +140,7 @@ def two_phase(case: Case, inputs: Inputs) -> Callable[[], torch.Tensor]:
         if case.shared:
             rows = q.transpose(0, 1).reshape(heads, batch * group, dim)
             o, lse = partial(rows, shared_k, shared_v)
-            states.append(
-                tuple(x.view(heads, batch, group, -1).transpose(0, 1) for x in (o, lse))
-            )
+            states.append(tuple(x.view(heads, batch, group, -1).transpose(0, 1) for x in (o, lse)))
         if case.private:
             states.append(partial(q, private_k, private_v))
         o, lse = states[0]
@@ -158,12 +156,12 @@ def two_phase(case: Case, inputs: Inputs) -> Callable[[], torch.Tensor]:
 def read_floor(num_bytes: int) -> Callable[[], object]:
     """Read a buffer of ``num_bytes`` once: the pace of the memory (or cache) that holds it."""
     buffer = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
-    return buffer.sum
+    return lambda: torch.dot(buffer, buffer)
 
 
-def product_floor(dtype: torch.dtype, size: int = 1536) -> tuple[Callable[[], object], int]:
+def product_floor(dtype: torch.dtype, size: int = 1024) -> tuple[Callable[[], object], float]:
     """A square matrix product and its number of floating-point operations."""
     a = torch.randn(size, size).to(dtype)
     b = torch.randn(size, size).to(dtype)
     out = torch.empty(size, size, dtype=dtype)
-    return lambda: torch.matmul(a, b, out=out), 2 * size**3
+    return lambda: torch.matmul(a, b, out=out), 2.0 * size**3
