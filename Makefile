@@ -85,7 +85,7 @@ fmt: $(STAMPS)/tools ## Format the Rust and the Python sources
 .PHONY: bench
 bench: setup ## Run the benchmarks
 	cargo bench --locked
-	$(BIN)/python -m benches
+	$(BIN)/python benches/attention.py
 
 .PHONY: dist-check
 dist-check: $(STAMPS)/tools ## Build the sdist and a wheel from it, and try that wheel

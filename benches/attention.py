@@ -15,58 +15,21 @@ import argparse
 import gc
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from caches import decode_step
 from peers import Case, Inputs, product_floor, read_floor, sdpa_forms, two_phase
+from plots import plot_curve, plot_table
 from rich.console import Console
 from rich.table import Table
-from timing import Timing, interleave, machine
+from rows import Row
+from timing import interleave, machine
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((32, 32, 32, 128), (32, 32, 8, 128), (16, 9, 3, 64))
 PROMPTS = (1024, 2048, 4096)
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One timed case; seconds per step."""
-
-    case: Case
-    timings: dict[str, Timing]
-    product_seconds: float
-
-    @property
-    def best_sdpa(self) -> float:
-        """The fastest form of torch's attention without sharing."""
-        return min(t.median for name, t in self.timings.items() if name.startswith("sdpa"))
-
-    @property
-    def floor(self) -> float:
-        """The larger of the time to read the bytes and the time to compute the operations."""
-        return max(self.timings["read"].median, self.product_seconds)
-
-    def record(self) -> dict[str, object]:
-        """For JSON: milliseconds with their quartiles, and the ratios that the targets speak of."""
-        ours = self.timings["shared"].median
-        return {
-            "case": self.case.label(),
-            "ms": {
-                n: [1e3 * x for x in (t.median, t.low, t.high)] for n, t in self.timings.items()
-            },
-            "floor_ms": {
-                "bytes": 1e3 * self.timings["read"].median,
-                "operations": 1e3 * self.product_seconds,
-            },
-            "over_floor": ours / self.floor,
-            "read_bandwidth": self.timings["read"].median / ours,
-            "over_best_sdpa": ours / self.best_sdpa,
-            "over_two_phase": ours / self.timings["two-phase"].median,
-            "speedup_over_unshared": self.timings["unshared"].median / ours,
-        }
 
 
 def cases(dtypes: Iterable[torch.dtype]) -> list[Case]:
@@ -146,59 +109,6 @@ def show(console: Console, rows: list[Row]) -> None:
             *(f"{x / ours.median:.2f}x" for x in (row.best_sdpa, pair, unshared)),
         )
     console.print(table)
-
-
-def plot_curve(path: Path, title: str, xlabel: str, points: list[int], rows: list[Row]) -> None:
-    """Tokens per second of each contender along one axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    series = {
-        "chunkcache, shared": lambda row: row.timings["shared"].median,
-        "chunkcache, not shared": lambda row: row.timings["unshared"].median,
-        "torch two-phase": lambda row: row.timings["two-phase"].median,
-        "torch SDPA, best form": lambda row: row.best_sdpa,
-    }
-    for (name, seconds), marker in zip(series.items(), "osD^", strict=True):
-        rates = [row.case.batch / seconds(row) for row in rows]
-        axes.plot(points, rates, marker=marker, label=name)
-    axes.set(
-        title=title, xlabel=xlabel, ylabel="decoded tokens / s (attention alone)", yscale="log"
-    )
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def plot_table(path: Path, rows: list[Row]) -> None:
-    """Every case's time over its floor, beside the peers'."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.24 * len(rows) + 1.2), layout="constrained")
-    for name, pick in (
-        ("torch SDPA, best form", lambda row: row.best_sdpa),
-        ("torch two-phase", lambda row: row.timings["two-phase"].median),
-        ("chunkcache", lambda row: row.timings["shared"].median),
-    ):
-        axes.plot(
-            [pick(row) / row.floor for row in rows], range(len(rows)), "o", markersize=4, label=name
-        )
-    axes.axvline(1.0, color="grey", linewidth=0.8)
-    axes.axvline(1.6, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", xlabel="time / floor (1 is the machine's limit; dotted: 1.6)")
-    axes.set_yticks(range(len(rows)), [row.case.label() for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.grid(alpha=0.3, axis="x", which="both")
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def main() -> None:

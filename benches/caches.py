@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from chunkcache import ChunkCache
 from peers import Case, Inputs
+
+from chunkcache import ChunkCache
 
 CHUNK_SIZE = 64
 

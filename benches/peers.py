@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def sdpa_forms(case: Case, inputs: Inputs) -> dict[str, Callable[[], torch.Tenso
     scale = dim**-0.5
 
     def by_rows() -> torch.Tensor:
-        return F.scaled_dot_product_attention(grouped, k, v).view(batch, -1, dim)
+        return scaled_dot_product_attention(grouped, k, v).view(batch, -1, dim)
 
     def by_gqa() -> torch.Tensor:
-        out = F.scaled_dot_product_attention(single, k, v, enable_gqa=True)
+        out = scaled_dot_product_attention(single, k, v, enable_gqa=True)
         return out.view(batch, -1, dim)
 
     def by_products() -> torch.Tensor:

@@ -45,16 +45,11 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time ``contenders`` in turn.
 
-    Parameters
-    ----------
-    contenders
-        Name to a function of no arguments.
-    budget
-        Seconds to spend on all of them together, warm-up excluded.
-    min_rounds
-        Rounds that are made even when the budget is spent.
-    min_sample
-        Seconds that one sample lasts at least: short calls are repeated within it.
+    Args:
+        contenders: Name to a function of no arguments.
+        budget: Seconds to spend on all of them together, warm-up excluded.
+        min_rounds: Rounds that are made even when the budget is spent.
+        min_sample: Seconds that one sample lasts at least: short calls are repeated within it.
     """
     repeats = {}
     for name, call in contenders.items():
