@@ -26,6 +26,8 @@ from rich.table import Table
 from rows import Row
 from timing import interleave, machine
 
+import chunkcache
+
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((32, 32, 32, 128), (32, 32, 8, 128), (16, 9, 3, 64))
 PROMPTS = (1024, 2048, 4096)
@@ -165,7 +167,7 @@ def main() -> None:
         measured[name] = [row.record() for row in curve_rows]
     plot_table(arguments.output / "cpu_attention.png", rows)
     report = {
-        "machine": machine("torch", "numpy", "chunkcache"),
+        "machine": machine(torch=torch.__version__, chunkcache=chunkcache.__version__),
         "threads": arguments.threads,
         "table": [row.record() for row in rows],
         **measured,

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ def interleave(
     return {name: Timing.of(seconds) for name, seconds in samples.items()}
 
 
-def machine(*packages: str) -> dict[str, str]:
-    """The processor, the system and the versions that a figure belongs to."""
+def machine(**versions: str) -> dict[str, str]:
+    """The processor, the system, the command and the versions that a figure belongs to."""
     processor = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -86,5 +85,5 @@ def machine(*packages: str) -> dict[str, str]:
         "processor": processor,
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in packages},
+        **versions,
     }
