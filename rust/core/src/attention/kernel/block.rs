@@ -82,7 +82,8 @@ impl Block {
     }
 }
 
-/// Where foreign keys and values are packed: [`BLOCK_STRIPS`] strips each.
+/// Where foreign keys and values are packed: [`BLOCK_STRIPS`] strips each. A block's memory must
+/// outlast the making of the next, so there are two in turn.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PackBuffers {
     pub(crate) k: *mut u8,
@@ -101,7 +102,7 @@ pub(crate) struct KeyStream<'a> {
     /// Next key: a page, and a token in it.
     page: usize,
     token: usize,
-    buffers: PackBuffers,
+    buffers: [PackBuffers; 2],
 }
 
 impl<'a> KeyStream<'a> {
@@ -112,7 +113,7 @@ impl<'a> KeyStream<'a> {
         pages: &'a [KeyPage],
         page_size: usize,
         visible: (u32, u32),
-        buffers: PackBuffers,
+        buffers: [PackBuffers; 2],
     ) -> Self {
         Self { source, kv_head, pages, page_size, visible, page: 0, token: 0, buffers }
     }
@@ -154,9 +155,10 @@ impl<'a> KeyStream<'a> {
     fn next_paged(&mut self, block: &mut Block, paged: &PagedKv<'_>) {
         let shape = *paged.shape();
         let strip_bytes = STRIP * shape.head_dim * shape.dtype.itemsize();
+        self.buffers.swap(0, 1);
         while !block.is_full() && self.page < self.pages.len() {
-            let k = self.buffers.k.wrapping_add(block.len * strip_bytes);
-            let v = self.buffers.v.wrapping_add(block.len * strip_bytes);
+            let k = self.buffers[0].k.wrapping_add(block.len * strip_bytes);
+            let v = self.buffers[0].v.wrapping_add(block.len * strip_bytes);
             let mut strip = Strip { k, v, position: 0, num_keys: 0 };
             while (strip.num_keys as usize) < STRIP && self.page < self.pages.len() {
                 let page = self.pages[self.page];

@@ -22,6 +22,42 @@ pub(crate) struct Queries {
     pub(crate) head_dim: usize,
 }
 
+/// Steps of a product between two bursts of prefetching.
+const BURST_STEPS: usize = 16;
+
+/// A tile's share of prefetching the next block: the tiles of a block share its lines equally, so
+/// that memory is read at an even pace while they compute.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Prefetch<'a> {
+    /// The next block's strips; none if there is no next block.
+    pub(crate) strips: &'a [Strip],
+    /// The tile's number, and the number of tiles.
+    pub(crate) tile: usize,
+    pub(crate) num_tiles: usize,
+}
+
+/// Lines to prefetch, in bursts.
+#[derive(Debug, Clone, Copy)]
+struct Lines {
+    next: *const u8,
+    per_burst: usize,
+}
+
+impl Lines {
+    const NONE: Self = Self { next: std::ptr::null(), per_burst: 0 };
+
+    #[inline(always)]
+    fn burst<S: Simd>(&mut self, s: S) {
+        for _ in 0..self.per_burst {
+            s.prefetch(self.next);
+            self.next = self.next.wrapping_add(LINE);
+        }
+    }
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// Scores of `R` rows against the keys of `strips`, times `scale`, to columns of `scores` in steps
 /// of 16; rows are [`SCORE_STRIDE`] bytes apart.
 ///
@@ -34,18 +70,31 @@ pub(crate) unsafe fn score_tile<S: Simd, E: Operand<S>, const R: usize>(
     strips: &[Strip],
     scale: S::V,
     scores: *mut u8,
+    prefetch: Prefetch<'_>,
 ) {
+    let strip_bytes = queries.head_dim / E::PACK * E::LINE_BYTES;
+    // A pair of strips is mostly contiguous; where it is not, prefetching misses a few lines.
+    let bursts = (queries.head_dim / E::PACK).div_ceil(BURST_STEPS);
+    let per_burst = (2 * strip_bytes).div_ceil(LINE * bursts * prefetch.num_tiles);
     let mut i = 0;
     // SAFETY: the caller's contract; `i` stays inside `strips`.
     unsafe {
         while i + 2 <= strips.len() {
             let k = [strips.get_unchecked(i).k, strips.get_unchecked(i + 1).k];
-            score_strips::<S, E, R, 2>(s, queries, k, scale, scores.add(i * LANES * 4));
+            let lines = if i < prefetch.strips.len() {
+                let skipped = 2 * strip_bytes * prefetch.tile / prefetch.num_tiles;
+                Lines { next: prefetch.strips.get_unchecked(i).k.wrapping_add(skipped), per_burst }
+            } else {
+                Lines::NONE
+            };
+            let to = scores.add(i * LANES * 4);
+            score_strips::<S, E, R, 2>(s, queries, k, scale, to, lines);
             i += 2;
         }
         if i < strips.len() {
             let k = [strips.get_unchecked(i).k];
-            score_strips::<S, E, R, 1>(s, queries, k, scale, scores.add(i * LANES * 4));
+            let to = scores.add(i * LANES * 4);
+            score_strips::<S, E, R, 1>(s, queries, k, scale, to, Lines::NONE);
         }
     }
 }
@@ -59,21 +108,29 @@ unsafe fn score_strips<S: Simd, E: Operand<S>, const R: usize, const N: usize>(
     k: [*const u8; N],
     scale: S::V,
     scores: *mut u8,
+    mut prefetch: Lines,
 ) {
     let mut acc = [[s.splat(0.0); N]; R];
+    let steps = queries.head_dim / E::PACK;
+    let mut step = 0;
     // SAFETY: a strip has head_dim / PACK lines, a query row as many scalars times PACK.
     unsafe {
-        for step in 0..queries.head_dim / E::PACK {
-            let mut lines = [E::load(s, k[0].add(step * E::LINE_BYTES)); N];
-            for n in 1..N {
-                lines[n] = E::load(s, k[n].add(step * E::LINE_BYTES));
-            }
-            let scalars = queries.rows.add(step * E::PACK * E::SCALAR_BYTES);
-            for r in 0..R {
-                let scalar = scalars.add(r * queries.stride);
-                for n in 0..N {
-                    acc[r][n] = E::multiply_add(s, acc[r][n], lines[n], scalar);
+        while step < steps {
+            prefetch.burst(s);
+            let burst_end = steps.min(step + BURST_STEPS);
+            while step < burst_end {
+                let mut lines = [E::load(s, k[0].add(step * E::LINE_BYTES)); N];
+                for n in 1..N {
+                    lines[n] = E::load(s, k[n].add(step * E::LINE_BYTES));
                 }
+                let scalars = queries.rows.add(step * E::PACK * E::SCALAR_BYTES);
+                for r in 0..R {
+                    let scalar = scalars.add(r * queries.stride);
+                    for n in 0..N {
+                        acc[r][n] = E::multiply_add(s, acc[r][n], lines[n], scalar);
+                    }
+                }
+                step += 1;
             }
         }
         for r in 0..R {
@@ -115,18 +172,19 @@ pub(crate) unsafe fn value_tile<S: Simd, E: Operand<S>, const R: usize>(
     s: S,
     weights: *const u8,
     strips: &[Strip],
-    (begin, end): (usize, usize),
+    keys: (usize, usize),
     outputs: Outputs,
+    prefetch: Prefetch<'_>,
 ) {
     let mut vector = 0;
     // SAFETY: the caller's contract.
     unsafe {
         while vector + 2 <= outputs.vectors {
-            value_vectors::<S, E, R, 2>(s, weights, strips, (begin, end), outputs, vector);
+            value_vectors::<S, E, R, 2>(s, weights, strips, keys, outputs, vector, prefetch);
             vector += 2;
         }
         if vector < outputs.vectors {
-            value_vectors::<S, E, R, 1>(s, weights, strips, (begin, end), outputs, vector);
+            value_vectors::<S, E, R, 1>(s, weights, strips, keys, outputs, vector, prefetch);
         }
     }
 }
@@ -141,7 +199,14 @@ unsafe fn value_vectors<S: Simd, E: Operand<S>, const R: usize, const N: usize>(
     (begin, end): (usize, usize),
     outputs: Outputs,
     vector: usize,
+    prefetch: Prefetch<'_>,
 ) {
+    // The passes over the vectors of a row share a strip's lines, too.
+    let passes = outputs.vectors.div_ceil(2) * prefetch.num_tiles;
+    let pass = prefetch.tile * outputs.vectors.div_ceil(2) + vector / 2;
+    let strip_bytes = STRIP / E::PACK * outputs.v_stride;
+    let per_burst = strip_bytes.div_ceil(LINE * passes);
+    let skipped = strip_bytes * pass / passes;
     // SAFETY: the caller's contract; a line may reach past its row into what follows, which the
     // storage allows, and those lanes are dropped in the end.
     unsafe {
@@ -156,6 +221,10 @@ unsafe fn value_vectors<S: Simd, E: Operand<S>, const R: usize, const N: usize>(
         while key < end {
             let strip = key / STRIP;
             let strip_end = end.min((strip + 1) * STRIP);
+            if strip < prefetch.strips.len() {
+                let next = prefetch.strips.get_unchecked(strip).v.wrapping_add(skipped);
+                Lines { next, per_burst }.burst(s);
+            }
             let mut v = strips
                 .get_unchecked(strip)
                 .v
@@ -206,7 +275,8 @@ pub(crate) unsafe fn value_row<S: Simd, E: Operand<S>>(
             value_step::<S, E>(s, weights, strips, end, outputs);
         }
         if begin < end {
-            value_tile::<S, E, 1>(s, weights, strips, (begin, end), outputs);
+            let none = Prefetch { strips: &[], tile: 0, num_tiles: 1 };
+            value_tile::<S, E, 1>(s, weights, strips, (begin, end), outputs, none);
         }
     }
 }

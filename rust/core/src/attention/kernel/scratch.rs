@@ -61,8 +61,7 @@ pub(crate) struct Scratch {
     pub(super) sums: AlignedBuf,
     pub(super) scores: AlignedBuf,
     pub(super) staging: AlignedBuf,
-    pub(super) packed_k: AlignedBuf,
-    pub(super) packed_v: AlignedBuf,
+    pub(super) packed: AlignedBuf,
     pub(super) bounds: Vec<super::task::Bounds>,
 }
 
@@ -76,8 +75,7 @@ impl Scratch {
             sums: AlignedBuf::new(),
             scores: AlignedBuf::new(),
             staging: AlignedBuf::new(),
-            packed_k: AlignedBuf::new(),
-            packed_v: AlignedBuf::new(),
+            packed: AlignedBuf::new(),
             bounds: Vec::new(),
         }
     }

@@ -1,7 +1,7 @@
 //! One task: the rows of some tokens against a run of keys, to a normalised partial state.
 
 use super::block::{Block, KeyStream, PackBuffers, Strip};
-use super::product::{Outputs, Queries, score_tile, value_row, value_tile};
+use super::product::{Outputs, Prefetch, Queries, score_tile, value_row, value_tile};
 use super::scratch::Scratch;
 use super::softmax::{RowState, ScoreScale, update_row};
 use super::{BLOCK_STRIPS, MAX_TILE_ROWS, SCORE_STRIDE};
@@ -78,10 +78,12 @@ pub(crate) fn run<S: Simd, E: Operand<S>>(
         staging: scratch.staging.get(vectors * LANES * 4),
         vectors,
     };
-    let buffers = PackBuffers {
-        k: scratch.packed_k.get(BLOCK_STRIPS * strip_bytes + SLACK),
-        v: scratch.packed_v.get(BLOCK_STRIPS * strip_bytes + SLACK),
-    };
+    let block_bytes = BLOCK_STRIPS * strip_bytes + SLACK;
+    let packed = scratch.packed.get(4 * block_bytes);
+    let buffers = [0, 2].map(|i| PackBuffers {
+        k: packed.wrapping_add(i * block_bytes),
+        v: packed.wrapping_add((i + 1) * block_bytes),
+    });
     tile_bounds(&mut scratch.bounds, task.tokens, shared.group, S::TILE_ROWS);
     let visible = scratch.bounds.iter().fold((u32::MAX, 0), |(begin, end), tile| {
         (begin.min(tile.min_begin), end.max(tile.max_end))
@@ -100,16 +102,25 @@ pub(crate) fn run<S: Simd, E: Operand<S>>(
             visible,
             buffers,
         );
-        while stream.next(&mut block) {
-            for (tile, bounds) in scratch.bounds.iter().enumerate() {
-                let first_row = tile * S::TILE_ROWS;
+        let mut next_block = Block::new();
+        let mut more = stream.next(&mut block);
+        while more {
+            more = stream.next(&mut next_block);
+            for (number, bounds) in scratch.bounds.iter().enumerate() {
+                let first_row = number * S::TILE_ROWS;
                 let tile = Tile {
                     first_row,
                     num_rows: S::TILE_ROWS.min(rows - first_row),
                     bounds: *bounds,
+                    prefetch: Prefetch {
+                        strips: next_block.strips(),
+                        tile: number,
+                        num_tiles: scratch.bounds.len(),
+                    },
                 };
                 attend_tile::<S, E>(s, shared, task, &memory, &block, tile);
             }
+            std::mem::swap(&mut block, &mut next_block);
         }
         write_states(s, shared, task, &memory);
     }
@@ -207,10 +218,11 @@ unsafe fn load_queries<S: Simd, E: Operand<S>>(
 
 /// Rows of a register tile.
 #[derive(Debug, Clone, Copy)]
-struct Tile {
+struct Tile<'a> {
     first_row: usize,
     num_rows: usize,
     bounds: Bounds,
+    prefetch: Prefetch<'a>,
 }
 
 /// Adds a block of keys to the states of a tile of rows.
@@ -224,7 +236,7 @@ unsafe fn attend_tile<S: Simd, E: Operand<S>>(
     task: &Task<'_>,
     memory: &Memory,
     block: &Block,
-    tile: Tile,
+    tile: Tile<'_>,
 ) {
     let num_keys = block.num_keys();
     let (first, last) = (block.first_position(), block.last_position());
@@ -268,6 +280,7 @@ unsafe fn attend_tile<S: Simd, E: Operand<S>>(
                 strips: &block.strips()[strips],
                 scale,
                 scores,
+                prefetch: tile.prefetch,
                 operand: std::marker::PhantomData,
             },
         );
@@ -291,6 +304,7 @@ unsafe fn attend_tile<S: Simd, E: Operand<S>>(
                     strips: block.strips(),
                     keys: all,
                     outputs,
+                    prefetch: tile.prefetch,
                     operand: std::marker::PhantomData,
                 },
             );
@@ -352,6 +366,7 @@ struct ScoreTile<'a, S: Simd, E> {
     strips: &'a [Strip],
     scale: S::V,
     scores: *mut u8,
+    prefetch: Prefetch<'a>,
     operand: std::marker::PhantomData<E>,
 }
 
@@ -360,7 +375,14 @@ impl<S: Simd, E: Operand<S>> ByRows for ScoreTile<'_, S, E> {
     unsafe fn call<const R: usize>(self) {
         // SAFETY: the caller's contract.
         unsafe {
-            score_tile::<S, E, R>(self.s, self.queries, self.strips, self.scale, self.scores);
+            score_tile::<S, E, R>(
+                self.s,
+                self.queries,
+                self.strips,
+                self.scale,
+                self.scores,
+                self.prefetch,
+            );
         }
     }
 }
@@ -371,6 +393,7 @@ struct ValueTile<'a, S: Simd, E> {
     strips: &'a [Strip],
     keys: (usize, usize),
     outputs: Outputs,
+    prefetch: Prefetch<'a>,
     operand: std::marker::PhantomData<E>,
 }
 
@@ -379,7 +402,14 @@ impl<S: Simd, E: Operand<S>> ByRows for ValueTile<'_, S, E> {
     unsafe fn call<const R: usize>(self) {
         // SAFETY: the caller's contract.
         unsafe {
-            value_tile::<S, E, R>(self.s, self.weights, self.strips, self.keys, self.outputs);
+            value_tile::<S, E, R>(
+                self.s,
+                self.weights,
+                self.strips,
+                self.keys,
+                self.outputs,
+                self.prefetch,
+            );
         }
     }
 }

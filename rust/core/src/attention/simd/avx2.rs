@@ -220,4 +220,9 @@ impl Simd for Avx2 {
             ([first(pairs[0]), first(pairs[1])], [second(pairs[0]), second(pairs[1])])
         })
     }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
 }

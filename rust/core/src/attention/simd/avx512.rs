@@ -164,6 +164,11 @@ impl Simd for Avx512 {
             (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(second))
         })
     }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
 }
 
 /// Pairs of bfloat16 as they are, for the dot-product instruction; the other side is bfloat16 too.

@@ -88,4 +88,6 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// They are readable; any alignment.
     unsafe fn load_bf16_pairs(self, p: *const u16) -> (Self::V, Self::V);
+    /// Asks for the line at `p` to be brought to the second-level cache; any address.
+    fn prefetch(self, p: *const u8);
 }

@@ -159,4 +159,7 @@ impl Simd for Portable {
             bits.map(|[_, x]| f32::from_bits(u32::from(x) << 16)),
         )
     }
+
+    #[inline(always)]
+    fn prefetch(self, _p: *const u8) {}
 }
