@@ -37,9 +37,9 @@ impl RowsLayout {
         if self.num_tokens == 0 || self.num_heads == 0 {
             return 0;
         }
-        (self.num_tokens - 1) * self.token_stride
-            + (self.num_heads - 1) * self.head_stride
-            + self.head_dim
+        let tokens = (self.num_tokens - 1).saturating_mul(self.token_stride);
+        let heads = (self.num_heads - 1).saturating_mul(self.head_stride);
+        tokens.saturating_add(heads).saturating_add(self.head_dim)
     }
 }
 
@@ -139,7 +139,8 @@ impl<'a> RowsMut<'a> {
         } else {
             ((token_stride, num_tokens), (head_stride, num_heads))
         };
-        let inner_extent = inner.1.saturating_sub(1) * inner.0 + head_dim;
+        let inner_extent =
+            inner.1.saturating_sub(1).saturating_mul(inner.0).saturating_add(head_dim);
         let overlap = (inner.1 > 1 && inner.0 < head_dim)
             || (inner.1 > 0 && outer.1 > 1 && outer.0 < inner_extent);
         if overlap {

@@ -3,3 +3,9 @@
 mod support;
 
 mod accuracy;
+mod errors;
+mod masking;
+mod partial;
+mod prefill;
+mod range;
+mod threads;

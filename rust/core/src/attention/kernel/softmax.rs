@@ -88,7 +88,7 @@ pub(crate) unsafe fn update_row<S: Simd, E: Operand<S>>(
         let shift = s.splat(if max == f32::NEG_INFINITY { 0.0 } else { max });
         let mut sum = s.load(state.sum);
         for i in first..=last {
-            let weight = E::exp2(s, s.sub(s.load(row.add(i * LANES)), shift));
+            let weight = exp2(s, s.sub(s.load(row.add(i * LANES)), shift));
             sum = s.add(sum, weight);
             E::store_scalars(s, scores.add(i * LANES * E::SCALAR_BYTES), weight);
         }

@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-use super::math::exp2_coarse;
 use super::operand::Operand;
 use super::{LANES, Simd};
 use crate::kv::Dtype;
@@ -230,10 +229,5 @@ impl Operand<Avx512> for Bf16Dot {
             let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(weights));
             _mm256_storeu_si256(to.cast(), rounded);
         }
-    }
-
-    #[inline(always)]
-    fn exp2(s: Avx512, x: V) -> V {
-        exp2_coarse(s, x)
     }
 }

@@ -36,7 +36,7 @@ pub(crate) trait Simd: Copy {
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`, rounded once where the processor can.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// The larger; unspecified where either is NaN.
+    /// The larger; `b` where either is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// The nearest integer.
     fn round(self, a: Self::V) -> Self::V;

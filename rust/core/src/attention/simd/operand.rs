@@ -1,6 +1,5 @@
 //! How stored elements enter a matrix product: a vector of them times a broadcast scalar.
 
-use super::math::{exp2, exp2_coarse};
 use super::{LANES, Simd};
 use crate::kv::Dtype;
 
@@ -54,9 +53,6 @@ pub(crate) trait Operand<S: Simd>: Copy {
     /// # Safety
     /// 16 scalars are writable.
     unsafe fn store_scalars(s: S, to: *mut u8, weights: S::V);
-
-    /// 2^x, as exact as the stored type calls for.
-    fn exp2(s: S, x: S::V) -> S::V;
 }
 
 /// float32.
@@ -105,11 +101,6 @@ impl<S: Simd> Operand<S> for F32 {
     unsafe fn store_scalars(s: S, to: *mut u8, weights: S::V) {
         // SAFETY: the caller's contract.
         unsafe { s.store(to.cast(), weights) }
-    }
-
-    #[inline(always)]
-    fn exp2(s: S, x: S::V) -> S::V {
-        exp2(s, x)
     }
 }
 
@@ -160,11 +151,6 @@ impl<S: Simd> Operand<S> for F16 {
         // SAFETY: the caller's contract.
         unsafe { s.store(to.cast(), weights) }
     }
-
-    #[inline(always)]
-    fn exp2(s: S, x: S::V) -> S::V {
-        exp2_coarse(s, x)
-    }
 }
 
 /// Pairs of bfloat16, widened as they are loaded; two multiplications a line.
@@ -214,10 +200,5 @@ impl<S: Simd> Operand<S> for Bf16 {
     unsafe fn store_scalars(s: S, to: *mut u8, weights: S::V) {
         // SAFETY: the caller's contract.
         unsafe { s.store(to.cast(), weights) }
-    }
-
-    #[inline(always)]
-    fn exp2(s: S, x: S::V) -> S::V {
-        exp2_coarse(s, x)
     }
 }

@@ -6,6 +6,7 @@ use chunkcache::kv::{
 };
 use half::{bf16, f16};
 
+use super::tree::Sequence;
 use super::{Random, Scores, Tree, assert_close, attention};
 
 /// Where K and V lie.
@@ -34,9 +35,12 @@ pub struct Case {
     pub layout: Layout,
     pub params: AttentionParams,
     pub num_threads: usize,
-    /// What queries and keys are multiplied with.
+    /// What queries and keys are multiplied with, and what is added to them then.
     pub scale: f32,
-    /// What stands in every slot that no sequence uses.
+    pub offsets: (f32, f32),
+    /// The error that is allowed beyond that of the type, as a multiple of it.
+    pub slack: f64,
+    /// What stands in every slot that no query sees.
     pub poison: f32,
     /// Elements between rows of q.
     pub q_gap: usize,
@@ -63,24 +67,27 @@ impl Case {
             params: AttentionParams::new(head_dim),
             num_threads: 1,
             scale: 1.0,
+            offsets: (0.0, 0.0),
+            slack: 1.0,
             poison: f32::NAN,
             q_gap: 0,
             seed: 1,
         }
     }
 
-    /// The error that the type allows.
-    pub fn tolerance(&self) -> f64 {
-        match self.dtype {
-            Dtype::F32 => 1e-5,
-            Dtype::F16 | Dtype::Bf16 => 1e-2,
-        }
+    /// The error that is allowed.
+    fn tolerance(&self) -> f64 {
+        self.slack
+            * match self.dtype {
+                Dtype::F32 => 1e-5,
+                Dtype::F16 | Dtype::Bf16 => 1e-2,
+            }
     }
 
     /// Runs the call.
     pub fn run(&self) -> Output {
         match self.dtype {
-            Dtype::F32 => self.run_as::<f32>(|x| x, |x| f64::from(x)),
+            Dtype::F32 => self.run_as(|x: f32| x, f64::from),
             Dtype::F16 => self.run_as(f16::from_f32, f16::to_f64),
             Dtype::Bf16 => self.run_as(bf16::from_f32, bf16::to_f64),
         }
@@ -126,15 +133,7 @@ impl Case {
         for sequence in &self.tree.sequences {
             for t in 0..sequence.qo_len {
                 let row = (sequence.qo_begin + t) as usize;
-                let end = (sequence.kv_len + t + 1).saturating_sub(sequence.qo_len);
-                let begin = u32::try_from(self.params.window_left)
-                    .map_or(0, |window| end.saturating_sub(window + 1));
-                let page_size = self.tree.page_size;
-                let slots = (begin..end).map(|position| {
-                    let page = sequence.pages[(position / page_size) as usize];
-                    (page * page_size + position % page_size) as usize
-                });
-                let slots = slots.collect::<Vec<_>>();
+                let slots = self.slots(sequence, t);
                 for head in 0..heads {
                     let at = |slot: &usize| {
                         let first = (slot * self.num_kv_heads + head / self.group) * self.head_dim;
@@ -163,17 +162,33 @@ impl Case {
         let mut v = random.normals(slots * row);
         let mut used = vec![false; slots];
         for sequence in &self.tree.sequences {
-            for position in 0..sequence.kv_len {
-                let page = sequence.pages[(position / self.tree.page_size) as usize];
-                used[(page * self.tree.page_size + position % self.tree.page_size) as usize] = true;
+            for t in 0..sequence.qo_len {
+                for slot in self.slots(sequence, t) {
+                    used[slot] = true;
+                }
             }
         }
         for slot in (0..slots).filter(|&slot| !used[slot]) {
             k[slot * row..(slot + 1) * row].fill(self.poison);
             v[slot * row..(slot + 1) * row].fill(self.poison);
         }
-        let scaled = |x: Vec<f32>| x.into_iter().map(|x| x * self.scale).collect();
-        Data { q: scaled(q), k: scaled(k), v }
+        let scaled = |x: Vec<f32>, offset| {
+            x.into_iter().map(|x| x * self.scale + offset).collect::<Vec<_>>()
+        };
+        Data { q: scaled(q, self.offsets.0), k: scaled(k, self.offsets.1), v }
+    }
+
+    /// The slots of the keys that query `t` of a sequence sees.
+    fn slots(&self, sequence: &Sequence, t: u32) -> Vec<usize> {
+        let end = (sequence.kv_len + t + 1).saturating_sub(sequence.qo_len);
+        let begin = u32::try_from(self.params.window_left)
+            .map_or(0, |window| end.saturating_sub(window.saturating_add(1)));
+        let page_size = self.tree.page_size;
+        let slot = |position: u32| {
+            let page = sequence.pages[(position / page_size) as usize];
+            (page * page_size + position % page_size) as usize
+        };
+        (begin..end).map(slot).collect()
     }
 
     fn run_as<T: Element + Default>(

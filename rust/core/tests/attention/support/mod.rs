@@ -6,7 +6,12 @@ mod tree;
 
 pub use case::{Case, Layout};
 pub use reference::{Scores, assert_close, attention};
-pub use tree::Tree;
+pub use tree::{Tables, Tree, forest};
+
+use chunkcache::kv::Dtype;
+
+/// All element types.
+pub const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
 /// Numbers that look random: a 64-bit linear congruential generator (Knuth's MMIX).
 #[derive(Debug, Clone)]

@@ -155,3 +155,20 @@ impl Tree {
         }
     }
 }
+
+/// Two roots: one of three levels with ragged leaves, one with a single sequence; padding rows.
+pub fn forest(page_size: u32) -> Tree {
+    let mut tree = Tree::new(page_size);
+    let root = tree.segment(None, 3);
+    let left = tree.segment(Some(root), 2);
+    tree.leaf(Some(left), 1, 1);
+    tree.padding(1);
+    tree.leaf(Some(left), page_size + 5, 1);
+    tree.leaf(Some(root), 0, 1);
+    let right = tree.segment(Some(root), 1);
+    tree.leaf(Some(right), 2 * page_size, 1);
+    tree.leaf(Some(right), 3, 3);
+    tree.leaf(None, 37, 1);
+    tree.padding(2);
+    tree
+}
