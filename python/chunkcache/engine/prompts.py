@@ -1,0 +1,111 @@
+"""The forms in which prompts may come, made into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from chunkcache.errors import InvalidConfigError
+
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message: "role" and "content", as chat templates expect them."""
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""One prompt: a text, its token ids, or the messages of a chat."""
+
+_ALLOWED = "a text, a list of token ids, a list of chat messages, or a list of those"
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt as the engine takes it; ``text`` is None if it came as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def tokenize(prompts: Any, tokenizer: Any | None, vocab_size: int) -> list[TokenizedPrompt]:
+    """Return ``prompts``, one or many, as token ids.
+
+    Raises:
+        InvalidConfigError: a prompt is empty or of another form, a token id is outside the
+            vocabulary, or a text or chat comes without a tokenizer or a chat template.
+    """
+    many = prompts if _is_many(prompts) else [prompts]
+    return [_tokenize_one(prompt, i, tokenizer, vocab_size) for i, prompt in enumerate(many)]
+
+
+def _is_many(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return False
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim != 1
+    if not isinstance(prompts, Sequence):
+        raise InvalidConfigError(f"prompts is a {type(prompts).__name__}; allowed is {_ALLOWED}")
+    return not prompts or not _is_item(prompts[0])
+
+
+def _is_item(value: Any) -> bool:
+    """Tell whether ``value`` is a part of one prompt: a token id or a message."""
+    return isinstance(value, (int, np.integer, Mapping))
+
+
+def _tokenize_one(
+    prompt: Any, index: int, tokenizer: Any | None, vocab_size: int
+) -> TokenizedPrompt:
+    name = f"prompt {index}"
+    text: str | None = None
+    if isinstance(prompt, str):
+        text = prompt
+        token_ids = _encode(text, tokenizer, name, add_special_tokens=True)
+    elif isinstance(prompt, (Sequence, np.ndarray)) and all(map(_is_item, prompt)):
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            text = _render_chat(prompt, tokenizer, name)
+            token_ids = _encode(text, tokenizer, name, add_special_tokens=False)
+        else:
+            token_ids = _check_ids(prompt, vocab_size, name)
+    else:
+        raise InvalidConfigError(f"{name} is a {type(prompt).__name__}; allowed is {_ALLOWED}")
+    if not token_ids:
+        raise InvalidConfigError(f"{name} is empty; allowed is at least one token")
+    return TokenizedPrompt(text, token_ids)
+
+
+def _check_ids(prompt: Any, vocab_size: int, name: str) -> list[int]:
+    token_ids = []
+    for token in prompt:
+        if isinstance(token, (bool, Mapping)) or not 0 <= token < vocab_size:
+            raise InvalidConfigError(
+                f"{name} has the token id {token!r}; allowed is an int in [0, {vocab_size})"
+            )
+        token_ids.append(int(token))
+    return token_ids
+
+
+def _encode(
+    text: str, tokenizer: Any | None, name: str, *, add_special_tokens: bool
+) -> list[int]:
+    if tokenizer is None:
+        raise InvalidConfigError(f"{name} is text, but there is no tokenizer; allowed is token ids")
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens)
+    return [int(token) for token in encoded["input_ids"]]
+
+
+def _render_chat(messages: Any, tokenizer: Any | None, name: str) -> str:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InvalidConfigError(
+            f"{name} is a chat, but the tokenizer has no chat template; "
+            "allowed is a text or token ids"
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise InvalidConfigError(
+                f"{name} has the message {message!r}; allowed is a mapping with role and content"
+            )
+    rendered: str = tokenizer.apply_chat_template(  # type: ignore[union-attr]
+        list(messages), add_generation_prompt=True, tokenize=False
+    )
+    return rendered

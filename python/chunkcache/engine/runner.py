@@ -1,0 +1,90 @@
+"""Runs a model on one packed row of tokens, over the chunk cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chunkcache import ChunkCache
+from chunkcache.engine.attention import AttentionCall, attending
+from chunkcache.engine.inspection import accepts
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The tokens of one step.
+
+    Attributes:
+        handles: the sequences' handles in the cache.
+        token_ids: int64 ``[rows]``, the new tokens of each sequence, one sequence after the other.
+        qo_indptr: int32 ``[sequences + 1]``; sequence i has rows ``qo_indptr[i]:qo_indptr[i + 1]``.
+        logits_rows: int64 ``[wanted]``, the rows whose logits are wanted.
+    """
+
+    handles: Sequence[int]
+    token_ids: npt.NDArray[np.int64]
+    qo_indptr: npt.NDArray[np.int32]
+    logits_rows: npt.NDArray[np.int64]
+
+
+class ModelRunner:
+    """A model and the cache that holds its K/V."""
+
+    def __init__(self, model: Any, cache: ChunkCache) -> None:
+        """Keep both; the model's weights stay where and as they are."""
+        self.model = model
+        self.cache = cache
+        self._selects_rows = accepts(model, "logits_to_keep")
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Compute a step, write its K/V and commit it.
+
+        Returns:
+            Logits ``[wanted, vocab_size]`` in the model's dtype. After an error nothing of the
+            step counts as written.
+        """
+        with self.cache.plan(step.handles, step.qo_indptr) as plan:
+            attention = _CacheAttention(self.cache, plan)
+            device = self.model.device
+            rows = torch.from_numpy(step.logits_rows).to(device)
+            selection = {"logits_to_keep": rows} if self._selects_rows else {}
+            with torch.inference_mode(), attending(self.model, attention):
+                logits = self.model(
+                    input_ids=torch.from_numpy(step.token_ids).to(device)[None],
+                    position_ids=torch.as_tensor(plan.positions).to(device)[None],
+                    use_cache=False,
+                    **selection,
+                ).logits[0]
+            self.cache.commit(plan)
+        return logits if self._selects_rows else logits[rows]
+
+
+class _CacheAttention:
+    """Layer attention that writes the step's K/V to the cache and attends over its plan."""
+
+    def __init__(self, cache: ChunkCache, plan: Any) -> None:
+        self._cache = cache
+        self._plan = plan
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        layer = call.module.layer_idx
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        self._cache.write_kv(layer, k, v, self._plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._cache.attend(
+            layer,
+            q,
+            self._plan,
+            sm_scale=call.scaling,
+            logits_soft_cap=call.softcap,
+            window_left=-1 if call.sliding_window is None else call.sliding_window - 1,
+            out=out,
+        )
+        return out[None]

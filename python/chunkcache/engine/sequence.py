@@ -1,0 +1,163 @@
+"""Requests and their sequences, as the engine follows them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chunkcache.engine.detokenizer import Detokenizer, StopStrings
+from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOutput
+from chunkcache.engine.params import SamplingParams
+from chunkcache.engine.sampler import Draws
+
+
+class Status(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One sample of a request: its tokens, its place in the cache and its text so far."""
+
+    def __init__(self, request: Request, index: int, seed: int, tokenizer: Any | None) -> None:
+        """Begin with the request's prompt."""
+        params = request.params
+        self.request = request
+        self.index = index
+        self.status = Status.WAITING
+        self.output = CompletionOutput(index)
+        self.draws = None if params.greedy else Draws(seed, index)
+        self.handle: int | None = None
+        # Tokens whose K/V is written, and tokens that the cache's tree knows.
+        self.num_computed = 0
+        self.num_in_tree = 0
+        self.num_tokens = len(request.prompt_token_ids)
+        self._tokens = np.empty(self.num_tokens + request.max_tokens, dtype=np.uint32)
+        self._tokens[: self.num_tokens] = request.prompt_token_ids
+        self._detokenizer = tokenizer and Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stop = StopStrings(params.stop_strings)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """Return prompt and generated tokens, as a view."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def last_token(self) -> int:
+        """Return the newest token."""
+        return int(self._tokens[self.num_tokens - 1])
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Return how many tokens have no K/V of this sequence yet."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the one uncomputed token is one that was generated here."""
+        return self.num_uncomputed == 1 and self.num_tokens > self.request.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Return the key by which older sequences go first."""
+        return self.request.output.request_id, self.index
+
+    def accept(self, token: int, eos_token_ids: frozenset[int]) -> StreamOutput:
+        """Add a generated token and return the piece of output that it makes."""
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        self.output.token_ids.append(token)
+        request, params = self.request, self.request.params
+        ends = not params.ignore_eos and token in eos_token_ids
+        text = self._text_of(token) if not ends else ""
+        if self._stop.matched is not None:
+            self.output.finish_reason, self.output.stop_reason = "stop", self._stop.matched
+        elif ends:
+            self.output.finish_reason = "stop"
+        elif token in params.stop_token_ids:
+            self.output.finish_reason, self.output.stop_reason = "stop", token
+        elif len(self.output.token_ids) >= request.max_tokens:
+            self.output.finish_reason = "length"
+        if self.output.finish_reason is not None and self._stop.matched is None:
+            text += self._remaining_text()
+        self.output.text += text
+        return StreamOutput(
+            request.index, self.index, text, [token], self.output.finish_reason, request.output
+        )
+
+    def _text_of(self, token: int) -> str:
+        if self._detokenizer is None:
+            return ""
+        return self._stop.push(self._detokenizer.push(token))
+
+    def _remaining_text(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = self._stop.push(self._detokenizer.finish())
+        return text if self._stop.matched is not None else text + self._stop.finish()
+
+
+class Request:
+    """A prompt with its parameters, its samples and the output pieces not yet collected."""
+
+    def __init__(
+        self,
+        request_id: int,
+        index: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        cache_salt: str,
+        tokenizer: Any | None,
+    ) -> None:
+        """Set up all samples.
+
+        Args:
+            request_id: number in the engine; the order of arrival.
+            index: position of the prompt in its call.
+            prompt: its text, if it came as text.
+            prompt_token_ids: its tokens.
+            params: the caller's wishes.
+            max_tokens: ``params.max_tokens`` within what the model's length leaves.
+            seed: ``params.seed``, or the one that the engine gives.
+            cache_salt: namespace in the prefix tree.
+            tokenizer: makes the text; None for no text.
+        """
+        self.index = index
+        self.params = params
+        self.max_tokens = max_tokens
+        self.cache_salt = cache_salt
+        self.prompt_token_ids = prompt_token_ids
+        self.arrival = time.perf_counter()
+        self.sequences = [Sequence(self, i, seed, tokenizer) for i in range(params.n)]
+        self.output = RequestOutput(
+            request_id, prompt, prompt_token_ids, [seq.output for seq in self.sequences]
+        )
+        self.pieces: deque[StreamOutput] = deque()
+        self.error: BaseException | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def leader(self) -> Sequence:
+        """Return the sample that computes the prompt for the others."""
+        return self.sequences[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether no sequence of the request will run again."""
+        return all(seq.status is Status.FINISHED for seq in self.sequences)
