@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
-VOCAB_SIZE = 211
+VOCAB_SIZE = 300
 CLOSE_LOGITS = 1e-4
 
 _COMMON = {
@@ -74,6 +75,22 @@ def make_model(config: Any) -> Any:
             if parameter.dim() == 2:
                 parameter.normal_(std=0.15)
     return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """A tokenizer with one token for each byte, an end token and a chat template."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    fast.chat_template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return fast
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ class EngineStats:
         num_prompt_tokens_computed: rows of prompts that were run through the model.
         num_generated_tokens: tokens picked.
         num_preemptions: sequences set aside because the pool was full.
-        num_decode_tokens: tokens that came from steps without any prompt.
-        decode_seconds: time of those steps.
+        num_decode_steps: those of the steps that computed no prompt.
+        num_decode_tokens: tokens that came from those.
+        decode_seconds: time of those.
         peak_kv_bytes: most bytes of K/V held by live sequences at once.
     """
 
@@ -36,6 +37,7 @@ class EngineStats:
     num_prompt_tokens_computed: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_decode_steps: int = 0
     num_decode_tokens: int = 0
     decode_seconds: float = 0.0
     peak_kv_bytes: int = 0
@@ -100,6 +102,10 @@ class Engine:
             return
         if not scheduled:
             return
+        num_in_use = self._runner.cache.stats().num_in_use
+        self.stats.peak_kv_bytes = max(
+            self.stats.peak_kv_bytes, num_in_use * self._chunk_bytes
+        )
         decoding_only = all(item.sequence.decoding for item in scheduled)
         logits = self._runner.run(_step_input(scheduled))
         self._count_prompt_rows(scheduled)
@@ -175,6 +181,7 @@ class Engine:
         stats.num_generated_tokens += num_generated
         stats.num_preemptions = self._scheduler.num_preemptions
         if decoding_only:
+            stats.num_decode_steps += 1
             stats.num_decode_tokens += num_generated
             stats.decode_seconds += seconds
 

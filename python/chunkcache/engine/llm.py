@@ -232,7 +232,7 @@ class LLM:
         max_tokens = min(wanted, room)
         if max_tokens > pool_room:
             needed = -(-(num_prompt + max_tokens - 1) // self.config.chunk_size)
-            stats = self.cache.tree.stats()
+            stats = self.cache.stats()
             raise OutOfChunksError(
                 f"prompt {index} with {num_prompt} tokens and max_tokens {max_tokens} needs "
                 f"{needed} chunks of {self.config.chunk_size} tokens; the pool has {self.capacity}",

@@ -133,7 +133,7 @@ class Scheduler:
 
         Admitting into the last chunks would preempt the newcomer at once.
         """
-        stats = self._cache.tree.stats()
+        stats = self._cache.stats()
         chunk_size = self._cache.chunk_size
         num_new = -(-sequence.num_tokens // chunk_size) - num_cached // chunk_size
         return bool(num_new + len(self.running) <= stats.num_free + stats.num_evictable)

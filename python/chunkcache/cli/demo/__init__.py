@@ -1,0 +1,1 @@
+"""The demo: one system prompt, many users, with prefix sharing and without."""

@@ -1,0 +1,76 @@
+"""Token ids to text, piece by piece."""
+
+import pytest
+
+from chunkcache.engine.detokenizer import Detokenizer, StopStrings
+
+TEXTS = ["plain words", "né à Zürich", "日本語と한국어", "family: 👨‍👩‍👧‍👦 done", " leading space"]
+
+
+def _pieces(tokenizer, token_ids) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*map(detokenizer.push, token_ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_add_up_to_the_text(tokenizer, text) -> None:
+    assert "".join(_pieces(tokenizer, tokenizer(text)["input_ids"])) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_piece_has_a_broken_character(tokenizer, text) -> None:
+    assert not any("\ufffd" in piece for piece in _pieces(tokenizer, tokenizer(text)["input_ids"]))
+
+
+def test_an_incomplete_character_at_the_end_is_left_out(tokenizer) -> None:
+    assert "".join(_pieces(tokenizer, tokenizer("ok 👍")["input_ids"][:-1])) == "ok "
+
+
+def test_bytes_that_are_no_text_do_not_hold_back_what_follows(tokenizer) -> None:
+    stray = tokenizer("é")["input_ids"][1]
+    text = "".join(_pieces(tokenizer, [stray] * 40 + tokenizer("after")["input_ids"]))
+    assert text.endswith("after")
+
+
+def test_special_tokens_are_left_out(tokenizer) -> None:
+    token_ids = [*tokenizer("a")["input_ids"], tokenizer.eos_token_id]
+    assert "".join(_pieces(tokenizer, token_ids)) == "a"
+
+
+def test_special_tokens_are_kept_if_wished(tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    assert detokenizer.push(tokenizer.eos_token_id) == "<end>"
+
+
+def test_a_stop_string_in_one_piece_ends_the_text() -> None:
+    stop = StopStrings(["END"])
+    assert stop.push("one END two") == "one "
+    assert stop.matched == "END"
+
+
+def test_a_stop_string_across_pieces_ends_the_text() -> None:
+    stop = StopStrings(["END"])
+    assert [stop.push(piece) for piece in ["one E", "N", "D two"]] == ["one ", "", ""]
+    assert stop.matched == "END"
+
+
+def test_a_beginning_that_goes_on_otherwise_is_shown() -> None:
+    stop = StopStrings(["END"])
+    assert [stop.push(piece) for piece in ["one EN", "ough"]] == ["one ", "ENough"]
+
+
+def test_a_repeated_beginning_is_held_back() -> None:
+    stop = StopStrings(["aab"])
+    assert [stop.push(piece) for piece in ["aa", "a", "b"]] == ["", "a", ""]
+    assert stop.matched == "aab"
+
+
+def test_the_stop_string_that_begins_first_counts() -> None:
+    stop = StopStrings(["later", "ear"])
+    assert stop.push("the ear later") == "the "
+    assert stop.matched == "ear"
+
+
+def test_held_text_comes_out_at_the_end() -> None:
+    stop = StopStrings(["END"])
+    assert stop.push("one EN") + stop.finish() == "one EN"

@@ -1,0 +1,68 @@
+"""What SamplingParams and EngineConfig allow."""
+
+import math
+
+import pytest
+
+from chunkcache import InvalidConfigError
+from chunkcache.engine import EngineConfig, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("seed", -1),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("n", 0),
+        ("stop", ""),
+        ("stop", ["ok", ""]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**32]),
+    ],
+)
+def test_sampling_params_refuses(name, value) -> None:
+    with pytest.raises(InvalidConfigError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chunk_size", 24),
+        ("chunk_size", 0),
+        ("chunk_size", 256),
+        ("capacity", 0),
+        ("capacity_bytes", -5),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("num_threads", 0),
+        ("seed", -1),
+    ],
+)
+def test_engine_config_refuses(name, value) -> None:
+    with pytest.raises(InvalidConfigError, match=name):
+        EngineConfig(**{name: value})
+
+
+def test_engine_config_refuses_two_capacities() -> None:
+    with pytest.raises(InvalidConfigError, match="capacity_bytes"):
+        EngineConfig(capacity=10, capacity_bytes=1000)
+
+
+def test_engine_config_refuses_fewer_tokens_than_sequences() -> None:
+    with pytest.raises(InvalidConfigError, match="max_num_batched_tokens"):
+        EngineConfig(max_num_seqs=64, max_num_batched_tokens=32)
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="END").stop_strings == ("END",)
