@@ -137,7 +137,5 @@ def test_a_length_beyond_the_models_is_refused(llama) -> None:
 def test_rotary_scaling_by_length_keeps_to_the_length_it_is_right_for(build_model) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     rope["original_max_position_embeddings"] = 128
-    model = build_model(
-        _config("LlamaConfig", rope_parameters=rope, max_position_embeddings=512)
-    )
+    model = build_model(_config("LlamaConfig", rope_parameters=rope, max_position_embeddings=512))
     assert LLM(model).max_model_len == 128

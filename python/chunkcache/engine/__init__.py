@@ -3,14 +3,8 @@
 Needs the extra ``hf``: ``pip install 'chunkcache[hf]'``.
 """
 
-from importlib.util import find_spec
-
-for _package in ("torch", "transformers"):
-    if find_spec(_package) is None:
-        raise ModuleNotFoundError(
-            f"chunkcache.engine needs {_package}: pip install 'chunkcache[hf]'", name=_package
-        )
-
+# First, so that a missing extra is named.
+from chunkcache.engine import _requirements as _requirements
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import EngineStats
 from chunkcache.engine.llm import LLM

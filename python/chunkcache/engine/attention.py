@@ -29,6 +29,7 @@ class AttentionCall:
 
     Attributes:
         module: the layer's attention module.
+        layer: the layer's number, from 0.
         scaling: factor of the scores; None for ``1 / sqrt(head_dim)``.
         sliding_window: keys that a query sees, its own included; None for all earlier ones.
         softcap: cap of the scores, ``softcap * tanh(scores / softcap)``; None for none.
@@ -37,6 +38,7 @@ class AttentionCall:
     """
 
     module: torch.nn.Module
+    layer: int
     scaling: float | None = None
     sliding_window: int | None = None
     softcap: float | None = None
@@ -73,7 +75,7 @@ _locks_guard = threading.Lock()
 
 
 def _attention_function(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -83,7 +85,9 @@ def _attention_function(
     softcap: float | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    call = AttentionCall(module, scaling, sliding_window, softcap, attention_mask, extra)
+    call = AttentionCall(
+        module, module.layer_idx, scaling, sliding_window, softcap, attention_mask, extra
+    )
     return _layer_attention.get()(query, key, value, call), None
 
 
@@ -92,7 +96,7 @@ transformers.AttentionInterface.register(IMPLEMENTATION, _attention_function)
 
 
 @contextmanager
-def attending(model: torch.nn.Module, attention: LayerAttention) -> Iterator[None]:
+def attending(model: Any, attention: LayerAttention) -> Iterator[None]:
     """Let the layers of ``model`` call ``attention`` inside the context.
 
     The model is locked meanwhile: another thread that runs the same model waits.
@@ -106,7 +110,7 @@ def attending(model: torch.nn.Module, attention: LayerAttention) -> Iterator[Non
 
 
 @contextmanager
-def implementation(model: torch.nn.Module, name: str) -> Iterator[None]:
+def implementation(model: Any, name: str) -> Iterator[None]:
     """Run ``model`` with the attention implementation ``name``, and put back what it had."""
     with _lock_of(model):
         configs = [model.config, *_sub_configs(model.config)]

@@ -14,7 +14,8 @@ class EngineConfig:
     """Limits of an engine and of its cache.
 
     Args:
-        chunk_size: tokens per chunk (a page in FlashInfer, a block in vLLM): a multiple of 16, from 16 to 128.
+        chunk_size: tokens per chunk (a page in FlashInfer, a block in vLLM): a multiple of 16,
+            from 16 to 128.
         capacity: size of the K/V pool in chunks.
         capacity_bytes: size of the K/V pool in bytes, instead of ``capacity``. With neither, the
             pool may grow to what the limits below can use, or to half of the memory available.

@@ -103,9 +103,7 @@ class Engine:
         if not scheduled:
             return
         num_in_use = self._runner.cache.stats().num_in_use
-        self.stats.peak_kv_bytes = max(
-            self.stats.peak_kv_bytes, num_in_use * self._chunk_bytes
-        )
+        self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, num_in_use * self._chunk_bytes)
         decoding_only = all(item.sequence.decoding for item in scheduled)
         logits = self._runner.run(_step_input(scheduled))
         self._count_prompt_rows(scheduled)
@@ -187,7 +185,6 @@ class Engine:
 
 
 def _step_input(scheduled: list[ScheduledSequence]) -> StepInput:
-    handles = [item.sequence.handle for item in scheduled]
     pieces = [
         item.sequence.tokens[item.sequence.num_computed :][: item.num_tokens] for item in scheduled
     ]
@@ -198,7 +195,7 @@ def _step_input(scheduled: list[ScheduledSequence]) -> StepInput:
         if item.num_tokens == item.sequence.num_uncomputed
     ]
     return StepInput(
-        handles=[handle for handle in handles if handle is not None],
+        handles=[item.sequence.handle for item in scheduled],
         token_ids=np.concatenate(pieces).astype(np.int64),
         qo_indptr=np.array([0, *ends], dtype=np.int32),
         logits_rows=np.array(last_rows, dtype=np.int64),

@@ -84,7 +84,10 @@ class StopStrings:
             shown, self._held = self._held[:position], ""
             return shown
         keep = self._possible_beginning()
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        shown, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
         return shown
 
     def finish(self) -> str:

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from chunkcache.errors import InvalidConfigError
 
@@ -69,16 +70,14 @@ def _convert(file: Path, folder: Path) -> None:
                 f"reading {file.name} needs the package {package}: pip install 'chunkcache[hf]'",
                 name=package,
             )
-    source = {
+    source: dict[str, Any] = {
         "pretrained_model_name_or_path": file.parent,
         "gguf_file": file.name,
         "local_files_only": True,
     }
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-        quantised = transformers.AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32
-        )
+        quantised = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except (OSError, ValueError, NotImplementedError) as error:
         raise InvalidConfigError(f"model {file}: {error}") from error
     # The loaded model counts as quantised although its weights are plain floats; a fresh one of

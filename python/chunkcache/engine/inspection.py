@@ -101,7 +101,7 @@ class _RecordedCall:
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> None:
-        self.layer = getattr(call.module, "layer_idx", None)
+        self.layer = call.layer
         self.query, self.key, self.value = query.shape, key.shape, value.shape
         self.call = call
 
@@ -179,14 +179,14 @@ def _refusal_of_layer(recorded: _RecordedCall) -> str | None:
 
 
 def _max_model_len(config: Any) -> int | None:
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limit: Any = getattr(config, "max_position_embeddings", None)
     for rope in _rope_parameters(config):
         if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", limit
             )
             limit = original if limit is None else min(limit, original)
-    return limit
+    return None if limit is None else int(limit)
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

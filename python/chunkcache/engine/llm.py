@@ -51,8 +51,8 @@ class LLM:
                 built-in model, or a loaded ``PreTrainedModel``. Nothing is downloaded.
             tokenizer: a Hugging Face tokenizer; by default the one in the model's folder. Without
                 one, prompts are token ids and outputs have no text.
-            dtype: "float32", "bfloat16", "float16", or "auto" for the saved one. By default float32,
-                or a loaded model's own.
+            dtype: "float32", "bfloat16", "float16", or "auto" for the saved one. By default
+                float32, or a loaded model's own.
             config: the fields of `EngineConfig`.
 
         Raises:
@@ -187,9 +187,7 @@ class LLM:
             finally:
                 self._engine.abort(unfinished)
 
-    def _requests(
-        self, prompts: Any, sampling_params: Any, cache_salt: str
-    ) -> list[Request]:
+    def _requests(self, prompts: Any, sampling_params: Any, cache_salt: str) -> list[Request]:
         tokenized = tokenize(prompts, self.tokenizer, self.spec.vocab_size)
         params = _params_for_each(sampling_params, len(tokenized))
         if not isinstance(cache_salt, str):
@@ -272,7 +270,9 @@ def _check_loaded(model: Any, dtype: str | torch.dtype | None) -> Any:
             f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; "
             f"allowed is to leave it out, or to convert the model with model.to({dtype!r}) first"
         )
-    return model.eval()
+    loaded: Any = model
+    loaded.eval()
+    return loaded
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec, capacity: int) -> int:

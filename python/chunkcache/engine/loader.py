@@ -57,11 +57,13 @@ def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
     import transformers
 
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True
-        ).eval()
+        )
     except (OSError, ValueError) as error:
         raise InvalidConfigError(f"model {folder}: {error}") from error
+    model.eval()
+    return model
 
 
 def load_tokenizer(folder: Path) -> Any | None:

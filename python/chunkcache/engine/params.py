@@ -42,6 +42,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        """Check every argument."""
         if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
             raise _out_of_range("temperature", self.temperature, "a finite number of at least 0")
         if not _is_int(self.top_k) or self.top_k < -1:

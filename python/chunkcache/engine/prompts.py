@@ -85,9 +85,7 @@ def _check_ids(prompt: Any, vocab_size: int, name: str) -> list[int]:
     return token_ids
 
 
-def _encode(
-    text: str, tokenizer: Any | None, name: str, *, add_special_tokens: bool
-) -> list[int]:
+def _encode(text: str, tokenizer: Any | None, name: str, *, add_special_tokens: bool) -> list[int]:
     if tokenizer is None:
         raise InvalidConfigError(f"{name} is text, but there is no tokenizer; allowed is token ids")
     encoded = tokenizer(text, add_special_tokens=add_special_tokens)

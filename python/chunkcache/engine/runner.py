@@ -54,7 +54,7 @@ class ModelRunner:
             rows = torch.from_numpy(step.logits_rows).to(device)
             selection = {"logits_to_keep": rows} if self._selects_rows else {}
             with torch.inference_mode(), attending(self.model, attention):
-                logits = self.model(
+                logits: torch.Tensor = self.model(
                     input_ids=torch.from_numpy(step.token_ids).to(device)[None],
                     position_ids=torch.as_tensor(plan.positions).to(device)[None],
                     use_cache=False,
@@ -74,7 +74,7 @@ class _CacheAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        layer = call.module.layer_idx
+        layer = call.layer
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         self._cache.write_kv(layer, k, v, self._plan)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

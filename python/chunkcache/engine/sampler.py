@@ -28,7 +28,7 @@ class Draws:
 
 
 def greedy(logits: torch.Tensor) -> list[int]:
-    """Return the best token of each row of ``logits`` ``[rows, vocab_size]``, the first of equals."""
+    """Return the best token of each row of ``logits`` ``[rows, vocab_size]``."""
     best: list[int] = logits.argmax(dim=-1).tolist()
     return best
 
@@ -71,7 +71,8 @@ def distribution(
         kept = np.zeros_like(weights)
         kept[order] = weights[order]
         weights = kept
-    return weights / weights.sum()
+    probabilities: npt.NDArray[np.float64] = weights / weights.sum()
+    return probabilities
 
 
 def _sample_row(logits: npt.NDArray[np.float64], params: SamplingParams, draw: float) -> int:

@@ -13,7 +13,7 @@ from operator import attrgetter
 import numpy as np
 
 from chunkcache import ChunkCache
-from chunkcache.engine.sequence import Request, Sequence, Status
+from chunkcache.engine.sequence import NO_HANDLE, Request, Sequence, Status
 from chunkcache.errors import OutOfChunksError
 
 _by_age = attrgetter("order")
@@ -68,7 +68,6 @@ class Scheduler:
         """Let a waiting sample begin where ``leader`` stands; False if there is no room now."""
         if not self._sharing or len(self.running) >= self._max_num_seqs:
             return False
-        assert leader.handle is not None
         try:
             forked = self._cache.fork(leader.handle)
         except OutOfChunksError:
@@ -170,9 +169,8 @@ class Scheduler:
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
-            assert sequence.handle is not None
             self.running.remove(sequence)
-            handle, sequence.handle = sequence.handle, None
+            handle, sequence.handle = sequence.handle, NO_HANDLE
             sequence.num_computed = sequence.num_in_tree = 0
             # Nobody inherits work: a sequence joins only when all it shares is written.
             self._cache.remove(handle)

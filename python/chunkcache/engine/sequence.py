@@ -15,6 +15,8 @@ from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOut
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.sampler import Draws
 
+NO_HANDLE = -1
+
 
 class Status(Enum):
     """Where a sequence stands."""
@@ -35,7 +37,8 @@ class Sequence:
         self.status = Status.WAITING
         self.output = CompletionOutput(index)
         self.draws = None if params.greedy else Draws(seed, index)
-        self.handle: int | None = None
+        # Its handle in the cache, while it is running.
+        self.handle = NO_HANDLE
         # Tokens whose K/V is written, and tokens that the cache's tree knows.
         self.num_computed = 0
         self.num_in_tree = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -36,7 +37,7 @@ class Display:
             transient=False,
         )
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         """Begin the clock and the display."""
         self._begin = time.perf_counter()
         if self._console.is_terminal:

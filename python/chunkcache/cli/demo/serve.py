@@ -150,9 +150,7 @@ def _serve(llm: LLM, inputs: DemoInputs, max_tokens: int, display: Display) -> H
     )
 
 
-def _all_begun(
-    piece: StreamOutput, outputs: Iterable[RequestOutput], num_requests: int
-) -> bool:
+def _all_begun(piece: StreamOutput, outputs: Iterable[RequestOutput], num_requests: int) -> bool:
     """Tell whether every request has a token, or the first of them is about to leave."""
     return piece.finish_reason is not None or len(list(outputs)) == num_requests
 
