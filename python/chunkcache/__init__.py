@@ -5,7 +5,20 @@
 attention over paged caches that others keep, and `chunkcache.reference` explains it in numpy.
 """
 
-from chunkcache._core import PrefixTree, __version__
+from chunkcache._core import (
+    ChunkCopy,
+    Committed,
+    ForkResult,
+    Inherited,
+    InsertResult,
+    Plan,
+    PrefixMatch,
+    PrefixTree,
+    SequenceInfo,
+    Stats,
+    TruncateResult,
+    __version__,
+)
 from chunkcache.cache import ChunkCache
 from chunkcache.errors import (
     ChunkCacheError,
@@ -19,11 +32,21 @@ from chunkcache.errors import (
 __all__ = [
     "ChunkCache",
     "ChunkCacheError",
+    "ChunkCopy",
+    "Committed",
+    "ForkResult",
+    "Inherited",
+    "InsertResult",
     "InvalidConfigError",
     "KernelError",
     "OutOfChunksError",
+    "Plan",
+    "PrefixMatch",
     "PrefixTree",
+    "SequenceInfo",
     "StalePlanError",
+    "Stats",
+    "TruncateResult",
     "UnknownSequenceError",
     "__version__",
 ]

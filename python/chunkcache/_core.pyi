@@ -22,6 +22,7 @@ __all__ = [
     "Stats",
     "TruncateResult",
     "__version__",
+    "available_isas",
     "merge_states",
     "partial_attention",
     "plan_from_block_tables",
@@ -256,6 +257,7 @@ class HostCache:
         lse: View | None,
     ) -> None: ...
 
+def available_isas() -> list[Isa]: ...
 def plan_from_block_tables(
     block_table: npt.NDArray[np.int64],
     seq_lens: npt.NDArray[np.int64],

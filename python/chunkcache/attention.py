@@ -23,6 +23,11 @@ from chunkcache.errors import InvalidConfigError
 _DTYPES = tuple(_arrays.ITEM_SIZES)
 
 
+def available_isas() -> list[Isa]:
+    """Return the instruction sets that kernels exist for and this processor has, fastest last."""
+    return _core.available_isas()
+
+
 def plan_from_block_tables(
     block_table: Any, seq_lens: Any, page_size: int, qo_indptr: Any = None
 ) -> Plan:

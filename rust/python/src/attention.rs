@@ -2,7 +2,7 @@
 //! arguments have been checked by `chunkcache.attention`; arrays come as `chunkcache._arrays.View`.
 
 use chunkcache::attention::{
-    KvSource, attend, merge_states as merge, partial_attention as partial,
+    Isa, KvSource, attend, merge_states as merge, partial_attention as partial,
 };
 use chunkcache::kv::{PageStrides, PagedKv, PagedShape};
 use chunkcache::plan;
@@ -20,6 +20,12 @@ type Indices = PyBuffer<i64>;
 fn slice<'a>(indices: &'a Indices) -> &'a [i64] {
     // SAFETY: the export keeps the array in place; it was made for this call.
     indices.as_slice_ptr().map_or(&[], |slice| unsafe { slice.as_ref() })
+}
+
+/// The instruction sets that kernels exist for and this processor has, the fastest last.
+#[pyfunction]
+pub fn available_isas() -> Vec<String> {
+    Isa::available().iter().map(ToString::to_string).collect()
 }
 
 /// Plan over a block table `[sequences, width]`.

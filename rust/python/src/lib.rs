@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use crate::attention::{
-        merge_states, partial_attention, plan_from_block_tables, plan_from_csr, run,
+        available_isas, merge_states, partial_attention, plan_from_block_tables, plan_from_csr, run,
     };
     #[pymodule_export]
     use crate::host::HostCache;
