@@ -199,7 +199,7 @@ def _numpy_view(name: str, array: npt.NDArray[Any], expected: Expected) -> View:
 def _checked_strides(name: str, found: View, writable: bool, contiguous: bool) -> View:
     """Refuse strides that the kernels do not follow, and drop those of dimensions of one index."""
     if math.prod(found.shape) == 0:
-        return found._replace(strides=(0,) * len(found.shape))
+        return found._replace(strides=_contiguous(tuple(max(n, 1) for n in found.shape)))
     strides = tuple(s if n > 1 else 0 for n, s in zip(found.shape, found.strides, strict=True))
     if strides[-1] != min(found.shape[-1] - 1, 1) or min(strides) < 0:
         raise InvalidConfigError(
