@@ -338,16 +338,20 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.model.steps) > 1 and not self.model.steps[0].stale)
     @rule()
     def commit_out_of_order(self) -> None:
-        with self.unchanged_by(InvalidConfigError):
-            self.model.steps[1].plan.commit()
+        second = self.model.steps[1]
+        with self.unchanged_by(StalePlanError if second.stale else InvalidConfigError):
+            second.plan.commit()
 
     @precondition(lambda self: self.model.steps)
     @rule(data=st.data())
     def close_step(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.model.steps) - 1))
-        self.model.steps.pop(index).plan.close()
-        for later in self.model.steps[index:]:
-            later.stale = True
+        closed = self.model.steps.pop(index)
+        closed.plan.close()
+        # What began after a stale step was built without it.
+        if not closed.stale:
+            for later in self.model.steps[index:]:
+                later.stale = True
 
     # What must hold after every operation.
 
