@@ -4,8 +4,9 @@ use std::ptr;
 
 use crate::error::{Error, Result};
 use crate::kv::dtype::Dtype;
-use crate::kv::layout::{KvConfig, KvLayout, STRIP, k_offset, pack, v_offset};
-use crate::kv::rows::{Rows, RowsMut, check_rows};
+use crate::kv::layout::{KvConfig, KvLayout, STRIP};
+use crate::kv::pack::{PackedStrip, StripRows};
+use crate::kv::rows::{Rows, RowsLayout, RowsMut, check_rows};
 use crate::kv::slab::Slab;
 
 /// Host storage of K and V: memory grows slab by slab as chunks are first written, up to the
@@ -88,18 +89,23 @@ impl HostKv {
                 self.grow((slot / chunk_size) as u32)?;
             }
         }
-        for (row, &slot) in slot_mapping.iter().enumerate() {
+        let mut begin = 0;
+        for len in strip_runs(slot_mapping) {
+            let slot = slot_mapping[begin];
+            let rows = begin..begin + len;
+            begin += len;
             if slot == -1 {
                 continue;
             }
             let (chunk, token) = ((slot / chunk_size) as u32, (slot % chunk_size) as usize);
             for head in 0..self.config().num_kv_heads {
-                let plane = self.plane(layer, chunk, head).expect("grown above").cast_mut();
-                // SAFETY: the plane and its V are in a slab that `&mut self` owns, the token is
-                // below the chunk size, and the shapes were checked.
-                unsafe {
-                    self.write_row(plane, token, k.row(row, head), v.row(row, head));
+                let plane = self.plane(layer, chunk, head).expect("grown above");
+                let mut strip_rows = StripRows::new();
+                for row in rows.clone() {
+                    strip_rows.push(k.row(row, head), v.row(row, head));
                 }
+                // SAFETY: the plane is in a slab that `&mut self` owns, and the shapes were checked.
+                unsafe { self.strip(plane, token).write(token % STRIP, &strip_rows) };
             }
         }
         Ok(())
@@ -129,11 +135,10 @@ impl HostKv {
             let (chunk, token) = ((slot / chunk_size) as u32, (slot % chunk_size) as usize);
             for head in 0..self.config().num_kv_heads {
                 let plane = self.plane(layer, chunk, head).expect("checked above");
-                // SAFETY: the plane and its V are in a slab, the token is below the chunk size,
-                // and the shapes were checked; the output rows are borrowed exclusively.
-                unsafe {
-                    self.read_row(plane, token, k.row(row, head), v.row(row, head));
-                }
+                let (k, v) = (k.row(row, head), v.row(row, head));
+                // SAFETY: the plane is in a slab, and the shapes were checked; the output rows are
+                // borrowed exclusively.
+                unsafe { self.strip(plane, token).read(token % STRIP, k, v) };
             }
         }
         Ok(())
@@ -175,8 +180,11 @@ impl HostKv {
                     ptr::copy_nonoverlapping(from, to, strip_bytes);
                     ptr::copy_nonoverlapping(from.add(v), to.add(v), strip_bytes);
                     for token in whole_strips..num_tokens {
-                        self.read_row(from, token, k_row.as_mut_ptr(), v_row.as_mut_ptr());
-                        self.write_row(to, token, k_row.as_ptr(), v_row.as_ptr());
+                        let (k_row, v_row) = (k_row.as_mut_ptr(), v_row.as_mut_ptr());
+                        self.strip(from, token).read(token % STRIP, k_row, v_row);
+                        let mut rows = StripRows::new();
+                        rows.push(k_row, v_row);
+                        self.strip(to, token).write(token % STRIP, &rows);
                     }
                 }
             }
@@ -215,7 +223,7 @@ impl HostKv {
     fn check_rows(
         &self,
         argument: &str,
-        layout: &crate::kv::RowsLayout,
+        layout: &RowsLayout,
         dtype: Dtype,
         num_tokens: usize,
     ) -> Result<()> {
@@ -251,88 +259,15 @@ impl HostKv {
         Ok(())
     }
 
-    /// # Safety
-    /// `plane` is a plane of this storage that is not read meanwhile, `token` lies in the chunk,
-    /// `k` and `v` are rows of `head_dim` elements.
-    unsafe fn write_row(&self, plane: *mut u8, token: usize, k: *const u8, v: *const u8) {
-        let dtype = self.config().dtype;
-        let v_plane = plane.wrapping_add(self.layout.plane_bytes());
-        // SAFETY: the offsets lie in the plane for every token of the chunk; the bits of f16 and
-        // bf16 are u16.
-        unsafe {
-            match dtype {
-                Dtype::F32 => self.scatter::<u32>(plane, v_plane, token, k, v),
-                Dtype::F16 | Dtype::Bf16 => self.scatter::<u16>(plane, v_plane, token, k, v),
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`Self::write_row`], with `T` of the item size.
-    unsafe fn scatter<T: Copy>(
-        &self,
-        k_plane: *mut u8,
-        v_plane: *mut u8,
-        token: usize,
-        k: *const u8,
-        v: *const u8,
-    ) {
+    /// The strip of a plane that holds a token.
+    fn strip(&self, plane: *const u8, token: usize) -> PackedStrip {
         let KvConfig { head_dim, dtype, .. } = *self.config();
-        let (k_plane, v_plane) = (k_plane.cast::<T>(), v_plane.cast::<T>());
-        let (k, v) = (k.cast::<T>(), v.cast::<T>());
-        // SAFETY: see the caller's contract; rows of callers may be unaligned.
-        unsafe {
-            for dim in 0..head_dim {
-                let value = k.add(dim).read_unaligned();
-                k_plane.add(k_offset(dtype, head_dim, token, dim)).write(value);
-            }
-            if pack(dtype) == 1 {
-                let row = v_plane.add(v_offset(dtype, head_dim, token, 0));
-                ptr::copy_nonoverlapping(v.cast::<u8>(), row.cast(), head_dim * size_of::<T>());
-            } else {
-                for dim in 0..head_dim {
-                    let value = v.add(dim).read_unaligned();
-                    v_plane.add(v_offset(dtype, head_dim, token, dim)).write(value);
-                }
-            }
-        }
+        let k = plane.wrapping_add(token / STRIP * STRIP * head_dim * dtype.itemsize()).cast_mut();
+        PackedStrip { k, v: k.wrapping_add(self.layout.plane_bytes()), head_dim, dtype }
     }
+}
 
-    /// # Safety
-    /// `plane` is a plane of this storage, `token` lies in the chunk, `k` and `v` are rows of
-    /// `head_dim` elements that nobody else touches.
-    unsafe fn read_row(&self, plane: *const u8, token: usize, k: *mut u8, v: *mut u8) {
-        let v_plane = plane.wrapping_add(self.layout.plane_bytes());
-        // SAFETY: the offsets lie in the plane for every token of the chunk.
-        unsafe {
-            match self.config().dtype {
-                Dtype::F32 => self.gather::<u32>(plane, v_plane, token, k, v),
-                Dtype::F16 | Dtype::Bf16 => self.gather::<u16>(plane, v_plane, token, k, v),
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`Self::read_row`], with `T` of the item size.
-    unsafe fn gather<T: Copy>(
-        &self,
-        k_plane: *const u8,
-        v_plane: *const u8,
-        token: usize,
-        k: *mut u8,
-        v: *mut u8,
-    ) {
-        let KvConfig { head_dim, dtype, .. } = *self.config();
-        let (k_plane, v_plane) = (k_plane.cast::<T>(), v_plane.cast::<T>());
-        let (k, v) = (k.cast::<T>(), v.cast::<T>());
-        // SAFETY: see the caller's contract; rows of callers may be unaligned.
-        unsafe {
-            for dim in 0..head_dim {
-                let value = k_plane.add(k_offset(dtype, head_dim, token, dim)).read();
-                k.add(dim).write_unaligned(value);
-                let value = v_plane.add(v_offset(dtype, head_dim, token, dim)).read();
-                v.add(dim).write_unaligned(value);
-            }
-        }
-    }
+/// Lengths of runs of consecutive slots inside a strip; slots of -1 are runs of their own.
+fn strip_runs(slots: &[i64]) -> impl Iterator<Item = usize> {
+    slots.chunk_by(|&a, &b| a != -1 && b == a + 1 && b % STRIP as i64 != 0).map(<[i64]>::len)
 }

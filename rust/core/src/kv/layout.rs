@@ -29,18 +29,6 @@ pub(crate) const fn pack(dtype: Dtype) -> usize {
     }
 }
 
-/// Where element `dim` of token `token` lies in packed K, in elements.
-pub(crate) const fn k_offset(dtype: Dtype, head_dim: usize, token: usize, dim: usize) -> usize {
-    let pack = pack(dtype);
-    token / STRIP * STRIP * head_dim + (dim / pack * STRIP + token % STRIP) * pack + dim % pack
-}
-
-/// Where element `dim` of token `token` lies in packed V, in elements.
-pub(crate) const fn v_offset(dtype: Dtype, head_dim: usize, token: usize, dim: usize) -> usize {
-    let pack = pack(dtype);
-    (token / pack * head_dim + dim) * pack + token % pack
-}
-
 /// The sizes of a host K/V storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvConfig {

@@ -3,6 +3,7 @@
 mod dtype;
 mod host;
 pub(crate) mod layout;
+pub(crate) mod pack;
 mod paged;
 pub(crate) mod rows;
 mod slab;

@@ -3,8 +3,9 @@
 use super::BLOCK_STRIPS;
 use crate::attention::KvSource;
 use crate::attention::schedule::KeyPage;
-use crate::kv::layout::{STRIP, k_offset, v_offset};
-use crate::kv::{Dtype, HostKv, PagedKv};
+use crate::kv::layout::STRIP;
+use crate::kv::pack::{PackedStrip, StripRows};
+use crate::kv::{HostKv, PagedKv, PagedShape};
 
 /// 16 keys and their values in the packed layout.
 #[derive(Debug, Clone, Copy)]
@@ -153,87 +154,42 @@ impl<'a> KeyStream<'a> {
     }
 
     fn next_paged(&mut self, block: &mut Block, paged: &PagedKv<'_>) {
-        let shape = *paged.shape();
-        let strip_bytes = STRIP * shape.head_dim * shape.dtype.itemsize();
+        let PagedShape { head_dim, dtype, .. } = *paged.shape();
+        let strip_bytes = STRIP * head_dim * dtype.itemsize();
         self.buffers.swap(0, 1);
         while !block.is_full() && self.page < self.pages.len() {
-            let k = self.buffers[0].k.wrapping_add(block.len * strip_bytes);
-            let v = self.buffers[0].v.wrapping_add(block.len * strip_bytes);
-            let mut strip = Strip { k, v, position: 0, num_keys: 0 };
-            while (strip.num_keys as usize) < STRIP && self.page < self.pages.len() {
+            let mut rows = StripRows::new();
+            let mut first = 0;
+            while rows.len() < STRIP && self.page < self.pages.len() {
                 let page = self.pages[self.page];
                 let position = page.position + self.token as u32;
                 if position >= self.visible.1 {
                     self.page = self.pages.len();
                     break;
                 }
-                let visible = position >= self.visible.0;
-                if visible && strip.num_keys > 0 && position != strip.position + strip.num_keys {
-                    break;
-                }
-                if visible {
-                    if strip.num_keys == 0 {
-                        strip.position = position;
+                if position >= self.visible.0 {
+                    if rows.len() == 0 {
+                        first = position;
+                    } else if position != first + rows.len() as u32 {
+                        break;
                     }
-                    let rows = (
+                    rows.push(
                         paged.k_row(page.id, self.kv_head, self.token),
                         paged.v_row(page.id, self.kv_head, self.token),
                     );
-                    let token = strip.num_keys as usize;
-                    // SAFETY: the rows are the paged cache's, the buffers hold whole strips.
-                    unsafe { pack_token(rows, (k, v), token, shape.head_dim, shape.dtype) };
-                    strip.num_keys += 1;
                 }
                 self.token += 1;
                 if self.token == self.page_size {
                     (self.page, self.token) = (self.page + 1, 0);
                 }
             }
-            if strip.num_keys > 0 {
-                block.push(strip);
+            if rows.len() > 0 {
+                let k = self.buffers[0].k.wrapping_add(block.len * strip_bytes);
+                let v = self.buffers[0].v.wrapping_add(block.len * strip_bytes);
+                // SAFETY: the rows are the paged cache's, the buffers hold whole strips.
+                unsafe { PackedStrip { k, v, head_dim, dtype }.write(0, &rows) };
+                block.push(Strip { k, v, position: first, num_keys: rows.len() as u32 });
             }
-        }
-    }
-}
-
-/// Packs one token into a strip.
-///
-/// # Safety
-/// The rows are `head_dim` readable elements, the strips are writable, `token` is below 16.
-unsafe fn pack_token(
-    rows: (*const u8, *const u8),
-    strips: (*mut u8, *mut u8),
-    token: usize,
-    head_dim: usize,
-    dtype: Dtype,
-) {
-    // SAFETY: the caller's contract; the bits of f16 and bf16 are u16.
-    unsafe {
-        match dtype {
-            Dtype::F32 => pack_elements::<u32>(rows, strips, token, head_dim, dtype),
-            Dtype::F16 | Dtype::Bf16 => pack_elements::<u16>(rows, strips, token, head_dim, dtype),
-        }
-    }
-}
-
-/// # Safety
-/// As [`pack_token`], with `T` of the item size.
-unsafe fn pack_elements<T: Copy>(
-    rows: (*const u8, *const u8),
-    strips: (*mut u8, *mut u8),
-    token: usize,
-    head_dim: usize,
-    dtype: Dtype,
-) {
-    let (k, v) = (rows.0.cast::<T>(), rows.1.cast::<T>());
-    let (k_strip, v_strip) = (strips.0.cast::<T>(), strips.1.cast::<T>());
-    // SAFETY: the offsets lie in the strips for tokens below 16.
-    unsafe {
-        for dim in 0..head_dim {
-            let value = k.add(dim).read_unaligned();
-            k_strip.add(k_offset(dtype, head_dim, token, dim)).write(value);
-            let value = v.add(dim).read_unaligned();
-            v_strip.add(v_offset(dtype, head_dim, token, dim)).write(value);
         }
     }
 }

@@ -25,7 +25,7 @@ pub(crate) fn exp2<S: Simd>(s: S, x: S::V) -> S::V {
 #[inline(always)]
 pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     const ODD: [f32; 5] =
-        [-5.704_988_5e-3, 2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1];
+        [-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1];
     let zero = s.splat(0.0);
     let magnitude = s.max(x, s.sub(zero, x));
     let z = s.mul(x, x);
