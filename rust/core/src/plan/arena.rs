@@ -200,9 +200,9 @@ impl PageArena {
         }
     }
 
+    /// Whether a run was not used again since it went idle after the step `used_at`.
     fn is_idle(&self, run: u32, used_at: u64) -> bool {
-        used_at != self.step
-            && self.runs.get(&run).is_some_and(|resident| resident.used_at == used_at)
+        self.runs.get(&run).is_some_and(|resident| resident.used_at == used_at)
     }
 
     /// Bounds the idle list where runs go idle and come back over and over.

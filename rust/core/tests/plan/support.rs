@@ -180,6 +180,16 @@ impl Steps {
         seq
     }
 
+    /// Inserts a prompt if there is room for it.
+    pub fn try_insert(&mut self, tokens: &[u32]) {
+        self.live.extend(self.tree.insert(tokens, b"").map(|inserted| inserted.seq));
+    }
+
+    /// Forks a sequence if there is room for it.
+    pub fn fork(&mut self, seq: SeqHandle) {
+        self.live.extend(self.tree.fork(seq).map(|forked| forked.seq));
+    }
+
     pub fn remove(&mut self, seq: SeqHandle) {
         self.tree.remove(seq).expect("a live sequence");
         self.live.retain(|&other| other != seq);

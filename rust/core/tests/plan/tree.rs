@@ -1,11 +1,9 @@
 //! Plans of a prefix tree's steps: what they say, and what they refuse.
 
-mod plan_support;
-
+use crate::support::{Copy, Steps, path, tokens};
 use chunkcache::error::Error;
 use chunkcache::plan::{Limits, NO_SLOT, Planner};
 use chunkcache::tree::{PrefixTree, SeqHandle, TreeConfig};
-use plan_support::{Copy, Steps, path, tokens};
 
 fn steps(capacity: usize) -> Steps {
     Steps::new(capacity, 4, None)

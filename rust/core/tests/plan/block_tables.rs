@@ -1,13 +1,11 @@
 //! Plans from block tables: which pages are found to be shared, what is refused, what changes.
 
-mod plan_support;
-
+use crate::support::{Copy, Expected, check_tables, path};
 use chunkcache::error::Error;
 use chunkcache::plan::{
     BlockTablePlanner, NO_SLOT, NONE, PageTable, Plan, PlanView, plan_from_block_tables,
     plan_from_csr,
 };
-use plan_support::{Copy, Expected, check_tables, path};
 use proptest::prelude::*;
 
 const PAGE: u32 = 16;
