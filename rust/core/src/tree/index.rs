@@ -20,6 +20,10 @@ pub(super) struct ChildIndex {
     state: RandomState,
 }
 
+fn hash_token(state: &RandomState, parent: u32, token: u32) -> u64 {
+    state.hash_one(u64::from(parent) << 32 | u64::from(token))
+}
+
 impl ChildIndex {
     fn hash_chunk(&self, parent: u32, tokens: &[u32]) -> u64 {
         let mut hasher = self.state.build_hasher();
@@ -29,7 +33,7 @@ impl ChildIndex {
     }
 
     fn hash_token(&self, parent: u32, token: u32) -> u64 {
-        self.state.hash_one(u64::from(parent) << 32 | u64::from(token))
+        hash_token(&self.state, parent, token)
     }
 
     pub(super) fn hash_salt(&self, salt: &[u8]) -> u64 {
@@ -92,17 +96,13 @@ impl PrefixTree {
         self.segments[to].indexed = true;
     }
 
-    fn first_token(&self, segment: u32) -> u32 {
-        self.known_tokens(segment)[0]
-    }
-
     /// The most recently attached child of `parent` that begins with `token`, or `NIL`.
     pub(super) fn chain_head(&self, parent: u32, token: u32) -> u32 {
         let hash = self.index.hash_token(parent, token);
-        let found = self
-            .index
-            .by_token
-            .find(hash, |&id| self.segments[id].parent == parent && self.first_token(id) == token);
+        let found = self.index.by_token.find(hash, |&id| {
+            let s = &self.segments[id];
+            s.parent == parent && s.first_token == token
+        });
         found.copied().unwrap_or(NIL)
     }
 
@@ -113,22 +113,21 @@ impl PrefixTree {
         if !self.sharing || self.chunk_size == 1 || s.known == 0 || s.chained {
             return;
         }
-        let (parent, token) = (s.parent, self.first_token(segment));
+        let (parent, token) = (s.parent, self.known_tokens(segment)[0]);
+        self.segments[segment].first_token = token;
         let head = self.chain_head(parent, token);
         let hash = self.index.hash_token(parent, token);
         self.segments[segment].chained = true;
         self.segments[segment].chain_prev = NIL;
         self.segments[segment].chain_next = head;
-        let Self { index, segments, runs, chunk_size, .. } = self;
+        let Self { index: ChildIndex { by_token, state, .. }, segments, .. } = self;
         if head == NIL {
-            index.by_token.insert_unique(hash, segment, |&id| {
-                let s = &segments[id];
-                let first = runs[s.run].tokens[(s.first_chunk * *chunk_size) as usize];
-                index.state.hash_one(u64::from(s.parent) << 32 | u64::from(first))
+            by_token.insert_unique(hash, segment, |&id| {
+                hash_token(state, segments[id].parent, segments[id].first_token)
             });
         } else {
             segments[head].chain_prev = segment;
-            if let Some(entry) = index.by_token.find_mut(hash, |&id| id == head) {
+            if let Some(entry) = by_token.find_mut(hash, |&id| id == head) {
                 *entry = segment;
             }
         }
@@ -140,7 +139,8 @@ impl PrefixTree {
             return;
         }
         let s = &self.segments[segment];
-        let (parent, prev, next) = (s.parent, s.chain_prev, s.chain_next);
+        let (parent, token) = (s.parent, s.first_token);
+        let (prev, next) = (s.chain_prev, s.chain_next);
         if next != NIL {
             self.segments[next].chain_prev = prev;
         }
@@ -148,7 +148,7 @@ impl PrefixTree {
             self.segments[prev].chain_next = next;
             return;
         }
-        let hash = self.index.hash_token(parent, self.first_token(segment));
+        let hash = self.index.hash_token(parent, token);
         if let Ok(mut entry) = self.index.by_token.find_entry(hash, |&id| id == segment) {
             if next == NIL {
                 entry.remove();
@@ -167,6 +167,7 @@ impl PrefixTree {
         self.segments[to].chain_prev = prev;
         self.segments[to].chain_next = next;
         self.segments[to].chained = true;
+        self.segments[to].first_token = self.segments[from].first_token;
         if next != NIL {
             self.segments[next].chain_prev = to;
         }
@@ -174,7 +175,7 @@ impl PrefixTree {
             self.segments[prev].chain_next = to;
             return;
         }
-        let (parent, token) = (self.segments[to].parent, self.first_token(to));
+        let (parent, token) = (self.segments[to].parent, self.segments[to].first_token);
         let hash = self.index.hash_token(parent, token);
         if let Some(entry) = self.index.by_token.find_mut(hash, |&id| id == from) {
             *entry = to;

@@ -47,6 +47,8 @@ pub(super) struct Segment {
     pub first_end: u32,
     pub lru_prev: u32,
     pub lru_next: u32,
+    /// The first token, once it is known.
+    pub first_token: u32,
     /// Siblings with the same first token.
     pub chain_prev: u32,
     pub chain_next: u32,
@@ -78,6 +80,7 @@ impl Default for Segment {
             first_end: NIL,
             lru_prev: NIL,
             lru_next: NIL,
+            first_token: 0,
             chain_prev: NIL,
             chain_next: NIL,
             chained: false,
