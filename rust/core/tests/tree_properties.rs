@@ -234,7 +234,7 @@ fn config(cases: u32) -> ProptestConfig {
 }
 
 proptest! {
-    #![proptest_config(config(400))]
+    #![proptest_config(config(2000))]
 
     #[test]
     fn any_interleaving_agrees_with_the_model(

@@ -25,8 +25,10 @@ impl PrefixTree {
         for &token in into_reserved {
             self.fill_reserved(slot, token);
         }
-        if !new.is_empty() {
-            self.extend(slot, new);
+        match new {
+            [] => {}
+            &[token] => self.push(slot, token),
+            new => self.extend(slot, new),
         }
         Ok(())
     }

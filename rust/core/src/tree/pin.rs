@@ -9,6 +9,9 @@ use super::slab::NIL;
 use super::types::{PinHandle, Pinned};
 use crate::error::{Error, Result};
 
+/// Ends of pins that are kept before it pays to look for those that were taken back.
+const MIN_EXPIRIES: usize = 64;
+
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pin {
     pub generation: u32,
@@ -35,14 +38,31 @@ impl Pins {
         PinHandle::new(slot, pin.generation)
     }
 
+    fn is_open(&self, handle: PinHandle) -> bool {
+        let pin = self.slots.get(handle.slot() as usize);
+        pin.is_some_and(|pin| pin.segment != NIL && pin.generation == handle.generation())
+    }
+
     fn close(&mut self, handle: PinHandle) -> Option<u32> {
-        let pin = self.slots.get_mut(handle.slot() as usize)?;
-        if pin.segment == NIL || pin.generation != handle.generation() {
+        if !self.is_open(handle) {
             return None;
         }
+        let pin = &mut self.slots[handle.slot() as usize];
         pin.generation = pin.generation.wrapping_add(1);
         self.vacant.push(handle.slot());
         Some(std::mem::replace(&mut pin.segment, NIL))
+    }
+}
+
+impl Pins {
+    /// Drops the ends of pins that were taken back, once they are the greater part.
+    fn forget_ended(&mut self) {
+        let num_open = self.slots.len() - self.vacant.len();
+        if self.expiries.len() > 2 * num_open + MIN_EXPIRIES {
+            let mut expiries = std::mem::take(&mut self.expiries);
+            expiries.retain(|&Reverse((_, pin))| self.is_open(pin));
+            self.expiries = expiries;
+        }
     }
 }
 
@@ -103,10 +123,11 @@ impl PrefixTree {
     /// [`Error::InvalidConfig`] if the pin does not exist or has ended.
     pub fn unpin(&mut self, pin: PinHandle) -> Result<()> {
         self.expire_pins();
-        if self.end_pin(pin) {
-            return Ok(());
+        if !self.end_pin(pin) {
+            return Err(Error::invalid("pin", pin, "a pin that was made and has not ended"));
         }
-        Err(Error::invalid("pin", pin, "a pin that was made and has not ended"))
+        self.pins.forget_ended();
+        Ok(())
     }
 
     fn end_pin(&mut self, pin: PinHandle) -> bool {

@@ -34,13 +34,9 @@ impl PrefixTree {
     fn render_below(&self, root: u32, out: &mut String) {
         // Segments to draw, each with the bars that lead to it.
         let mut pending: Vec<(u32, String)> = Vec::new();
+        // Children are listed newest first, so that the oldest one is drawn first.
         let push_children = |parent: u32, bars: &str, pending: &mut Vec<(u32, String)>| {
-            let mut children: Vec<u32> = self.children(parent).collect();
-            // Oldest first, so pushed last.
-            children.reverse();
-            for &child in children.iter().rev() {
-                pending.push((child, bars.to_owned()));
-            }
+            pending.extend(self.children(parent).map(|child| (child, bars.to_owned())));
         };
         push_children(root, "", &mut pending);
         while let Some((segment, bars)) = pending.pop() {
