@@ -3,7 +3,10 @@
 `PrefixTree` shares equal prompt prefixes, per chunk, without any K/V: for schedulers and routers.
 `ChunkCache` adds the K/V of all layers and attention over it. `chunkcache.attention` runs the same
 attention over paged caches that others keep, and `chunkcache.reference` explains it in numpy.
+`LLM` serves Hugging Face models over the cache; it needs the extra `hf`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from chunkcache._core import (
     ChunkCopy,
@@ -29,7 +32,11 @@ from chunkcache.errors import (
     UnknownSequenceError,
 )
 
+if TYPE_CHECKING:
+    from chunkcache.engine import LLM, SamplingParams
+
 __all__ = [
+    "LLM",
     "ChunkCache",
     "ChunkCacheError",
     "ChunkCopy",
@@ -43,6 +50,7 @@ __all__ = [
     "Plan",
     "PrefixMatch",
     "PrefixTree",
+    "SamplingParams",
     "SequenceInfo",
     "StalePlanError",
     "Stats",
@@ -50,3 +58,12 @@ __all__ = [
     "UnknownSequenceError",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The engine needs torch and transformers; the rest of the package numpy alone.
+    if name in ("LLM", "SamplingParams"):
+        from chunkcache import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

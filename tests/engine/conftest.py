@@ -15,6 +15,9 @@ import tokenizers
 import torch
 import transformers
 
+# Models this small only lose by it.
+torch.set_num_threads(1)
+
 VOCAB_SIZE = 300
 CLOSE_LOGITS = 1e-4
 

@@ -24,8 +24,8 @@ class EngineConfig:
         max_num_seqs: most sequences that decode together.
         max_num_batched_tokens: most tokens that one step computes. A longer prompt is computed
             in pieces, after the tokens of the sequences that are decoding.
-        num_threads: threads of torch and of the attention kernels; by default the cores this
-            process may use.
+        num_threads: threads of torch and of the attention kernels; by default those that torch
+            is set to, which is one per core.
         enable_prefix_sharing: False keeps every sequence's K/V for itself.
         seed: seeds the generator that gives seeds to requests without one of their own.
 

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from chunkcache.engine.quiet import without_progress_bars
 from chunkcache.errors import InvalidConfigError
 
 # Part of each folder's name: raise it when a conversion would write something else than before.
@@ -42,7 +43,8 @@ def converted(file: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _convert(file, partial)
+        with without_progress_bars():
+            _convert(file, partial)
         try:
             partial.rename(folder)
         except OSError:

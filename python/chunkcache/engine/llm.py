@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from chunkcache import ChunkCache
 from chunkcache.engine import loader
+from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import Engine, EngineStats
 from chunkcache.engine.inspection import inspect_model
@@ -20,7 +21,6 @@ from chunkcache.engine.outputs import RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.probe import probe
 from chunkcache.engine.prompts import Prompt, TokenizedPrompt, tokenize
-from chunkcache.engine.resources import available_cores, pool_capacity
 from chunkcache.engine.runner import ModelRunner
 from chunkcache.engine.scheduler import Scheduler
 from chunkcache.engine.sequence import Request
@@ -63,8 +63,8 @@ class LLM:
             self.config = EngineConfig(**config)
         except TypeError as error:
             raise InvalidConfigError(f"LLM: {error}") from error
-        num_threads = self.config.num_threads or available_cores()
-        torch.set_num_threads(num_threads)
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
         if isinstance(model, (str, Path)):
             folder = loader.resolve(model)
             self.model = loader.load_model(folder, _torch_dtype(dtype or "float32"))
@@ -84,7 +84,7 @@ class LLM:
             dtype=self.spec.dtype,
             chunk_size=self.config.chunk_size,
             capacity=self.capacity,
-            num_threads=num_threads,
+            num_threads=torch.get_num_threads(),
             enable_prefix_sharing=self.config.enable_prefix_sharing,
             device=self.model.device.type,
         )

