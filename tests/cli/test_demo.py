@@ -61,6 +61,12 @@ def test_ratios_are_those_of_the_figures(arguments) -> None:
         assert ratio == pytest.approx(expected)
 
 
+def test_answers_of_one_token_leave_the_decoding_unmeasured(arguments) -> None:
+    arguments[arguments.index("--max-tokens") + 1] = "1"
+    figures = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert figures["ratio_off_to_on"]["decode_ms_per_token"] is None
+
+
 def test_the_report_names_every_figure(arguments) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0

@@ -30,7 +30,7 @@ def test_a_prompt_found_in_the_cache(tiny_model, make_prompt, expect_generated) 
 
 def test_a_prompt_computed_in_pieces(tiny_model, make_prompt, expect_generated) -> None:
     prompt = make_prompt(100)
-    llm = LLM(tiny_model, chunk_size=16, max_num_seqs=2, max_num_batched_tokens=13)
+    llm = LLM(tiny_model, chunk_size=16, max_num_batched_tokens=13)
     output = llm.generate(prompt, PARAMS)[0]
     expect_generated(tiny_model, prompt, output.outputs[0].token_ids, MAX_TOKENS)
 

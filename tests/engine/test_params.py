@@ -59,10 +59,5 @@ def test_engine_config_refuses_two_capacities() -> None:
         EngineConfig(capacity=10, capacity_bytes=1000)
 
 
-def test_engine_config_refuses_fewer_tokens_than_sequences() -> None:
-    with pytest.raises(InvalidConfigError, match="max_num_batched_tokens"):
-        EngineConfig(max_num_seqs=64, max_num_batched_tokens=32)
-
-
 def test_one_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop="END").stop_strings == ("END",)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from chunkcache import InvalidConfigError
 from chunkcache.engine.prompts import tokenize
@@ -21,7 +22,9 @@ def test_many_texts(tokenizer) -> None:
     assert _ids(["hi", "ho"], tokenizer) == [tokenizer(text)["input_ids"] for text in ("hi", "ho")]
 
 
-@pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3], dtype=np.uint32)])
+@pytest.mark.parametrize(
+    "prompt", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3], dtype=np.uint32), torch.tensor([1, 2, 3])]
+)
 def test_one_list_of_ids(prompt) -> None:
     assert _ids(prompt) == [[1, 2, 3]]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from chunkcache import OutOfChunksError
 from chunkcache.engine import LLM, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12)
@@ -114,9 +115,13 @@ def test_more_prompts_than_places_are_all_served(llama, make_prompt) -> None:
     assert _tokens(few) == _tokens(LLM(llama).generate(prompts, GREEDY))
 
 
-def test_a_pinned_pool_fails_the_request_alone(llama, make_prompt) -> None:
-    from chunkcache import OutOfChunksError
+def test_more_sequences_than_the_token_budget_are_all_served(llama, make_prompt) -> None:
+    prompts = [make_prompt(10, seed=i) for i in range(7)]
+    slow = LLM(llama, max_num_batched_tokens=3).generate(prompts, GREEDY)
+    assert _tokens(slow) == _tokens(LLM(llama).generate(prompts, GREEDY))
 
+
+def test_a_pinned_pool_fails_the_request_alone(llama, make_prompt) -> None:
     llm = LLM(llama, chunk_size=16, capacity=6)
     kept = make_prompt(64)
     llm.generate(kept, SamplingParams(max_tokens=1))

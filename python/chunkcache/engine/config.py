@@ -21,7 +21,7 @@ class EngineConfig:
             pool may grow to what the limits below can use, or to half of the memory available.
         max_model_len: most tokens of a prompt and its continuation together; by default what the
             model was made for and the pool can hold.
-        max_num_seqs: most sequences that decode together.
+        max_num_seqs: most sequences that decode together; no more than max_num_batched_tokens.
         max_num_batched_tokens: most tokens that one step computes. A longer prompt is computed
             in pieces, after the tokens of the sequences that are decoding.
         num_threads: threads of torch and of the attention kernels; by default those that torch
@@ -56,11 +56,6 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         if self.capacity is not None and self.capacity_bytes is not None:
             raise InvalidConfigError("capacity and capacity_bytes are both given; allowed is one")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise InvalidConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; allowed is at least "
-                f"max_num_seqs ({self.max_num_seqs}), a token for each decoding sequence"
-            )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise InvalidConfigError(f"seed is {self.seed!r}; allowed is an int in [0, 2**64)")
 

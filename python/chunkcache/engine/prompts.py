@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from chunkcache.errors import InvalidConfigError
 
@@ -34,18 +35,21 @@ def tokenize(prompts: Any, tokenizer: Any | None, vocab_size: int) -> list[Token
         InvalidConfigError: a prompt is empty or of another form, a token id is outside the
             vocabulary, or a text or chat comes without a tokenizer or a chat template.
     """
+    prompts = _without_arrays(prompts)
     many = prompts if _is_many(prompts) else [prompts]
     return [_tokenize_one(prompt, i, tokenizer, vocab_size) for i, prompt in enumerate(many)]
+
+
+def _without_arrays(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
 
 
 def _is_many(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return False
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim != 1
     if not isinstance(prompts, Sequence):
         raise InvalidConfigError(f"prompts is a {type(prompts).__name__}; allowed is {_ALLOWED}")
-    return not prompts or not _is_item(prompts[0])
+    return len(prompts) == 0 or not _is_item(prompts[0])
 
 
 def _is_item(value: Any) -> bool:
@@ -57,12 +61,13 @@ def _tokenize_one(
     prompt: Any, index: int, tokenizer: Any | None, vocab_size: int
 ) -> TokenizedPrompt:
     name = f"prompt {index}"
+    prompt = _without_arrays(prompt)
     text: str | None = None
     if isinstance(prompt, str):
         text = prompt
         token_ids = _encode(text, tokenizer, name, add_special_tokens=True)
-    elif isinstance(prompt, (Sequence, np.ndarray)) and all(map(_is_item, prompt)):
-        if len(prompt) and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, Sequence) and all(map(_is_item, prompt)):
+        if prompt and isinstance(prompt[0], Mapping):
             text = _render_chat(prompt, tokenizer, name)
             token_ids = _encode(text, tokenizer, name, add_special_tokens=False)
         else:

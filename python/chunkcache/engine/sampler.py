@@ -62,17 +62,36 @@ def distribution(
     ones the lower id comes first.
     """
     weights = np.exp((logits - logits.max()) / params.temperature)
-    keep_k = params.top_k if 0 < params.top_k < len(weights) else len(weights)
-    if keep_k < len(weights) or params.top_p < 1:
-        order = np.argsort(-weights, kind="stable")[:keep_k]
-        if params.top_p < 1:
-            before = np.cumsum(weights[order]) - weights[order]
-            order = order[before < params.top_p * weights[order].sum()]
-        kept = np.zeros_like(weights)
-        kept[order] = weights[order]
-        weights = kept
+    if 0 < params.top_k < len(weights) or params.top_p < 1:
+        kept = _most_probable(weights, params)
+        cut = np.zeros_like(weights)
+        cut[kept] = weights[kept]
+        weights = cut
     probabilities: npt.NDArray[np.float64] = weights / weights.sum()
     return probabilities
+
+
+def _most_probable(
+    weights: npt.NDArray[np.float64], params: SamplingParams
+) -> npt.NDArray[np.intp]:
+    """Return the ids that top_k and top_p keep, the most probable first.
+
+    Sorting the whole vocabulary would cost more than a small model's step, so what surely falls
+    out is dropped before.
+    """
+    size, total = len(weights), weights.sum()
+    num_kept = params.top_k if 0 < params.top_k < size else size
+    if num_kept < size:
+        least = np.partition(weights, size - num_kept)[size - num_kept]
+    else:
+        # All tokens below this together weigh less than what top_p leaves out.
+        least = (1 - params.top_p) * total / size
+    candidates = np.flatnonzero(weights >= least)
+    kept = candidates[np.argsort(-weights[candidates], kind="stable")][:num_kept]
+    if num_kept < size:
+        total = weights[kept].sum()
+    before = np.cumsum(weights[kept]) - weights[kept]
+    return kept[before < params.top_p * total] if params.top_p < 1 else kept
 
 
 def _sample_row(logits: npt.NDArray[np.float64], params: SamplingParams, draw: float) -> int:

@@ -35,7 +35,8 @@ class Scheduler:
     ) -> None:
         """Start with nothing to do."""
         self._cache = cache
-        self._max_num_seqs = max_num_seqs
+        # Every decoding sequence takes a token of the budget.
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._sharing = sharing
         self.waiting: list[Sequence] = []

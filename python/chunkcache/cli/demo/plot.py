@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 
-from chunkcache.cli.demo.report import FIGURES, Figure, ratio
+from chunkcache.cli.demo.report import FIGURES, Figure, ratio_text
 from chunkcache.cli.demo.serve import DemoResult
 
 _COLOURS = {"sharing on": "#2a7f62", "sharing off": "#b8b8b8"}
@@ -34,7 +34,7 @@ def _draw_bars(axes: Axes, figure: Figure, result: DemoResult) -> None:
     values = [figure.value(result.shared), figure.value(result.separate)]
     bars = axes.bar(list(_COLOURS), values, color=list(_COLOURS.values()), width=0.6)
     axes.bar_label(bars, [figure.text(value) for value in values], padding=2)
-    axes.set_title(f"{figure.label}\n{ratio(figure, result):.1f} times less", fontsize=10)
+    axes.set_title(f"{figure.label}\n{ratio_text(figure, result, ' times less')}", fontsize=10)
     axes.set_yticks([])
     axes.margins(y=0.15)
     axes.spines[["top", "right", "left"]].set_visible(False)

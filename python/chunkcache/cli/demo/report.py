@@ -73,10 +73,16 @@ FIGURES = (
 )
 
 
-def ratio(figure: Figure, result: DemoResult) -> float:
-    """Return how many times larger a figure is without sharing."""
+def ratio(figure: Figure, result: DemoResult) -> float | None:
+    """Return how many times larger a figure is without sharing, None if it was not measured."""
     shared = figure.value(result.shared)
-    return figure.value(result.separate) / shared if shared else float("nan")
+    return figure.value(result.separate) / shared if shared else None
+
+
+def ratio_text(figure: Figure, result: DemoResult, unit: str) -> str:
+    """Return the ratio for people."""
+    value = ratio(figure, result)
+    return "not measured" if value is None else f"{value:.1f}{unit}"
 
 
 def as_figures(result: DemoResult, plot: Path) -> dict[str, Any]:
@@ -102,7 +108,14 @@ def print_report(result: DemoResult, plot: Path, console: Console) -> None:
     num_users = len(result.inputs.questions)
     console.print()
     console.print("[bold]Prefix tree while the answers were written, sharing on[/bold]")
-    console.print(result.shared.tree, markup=False, highlight=False, no_wrap=True, crop=True)
+    # On a terminal long lines are cut; in a file there is room for them.
+    console.print(
+        result.shared.tree,
+        markup=False,
+        highlight=False,
+        no_wrap=console.is_terminal,
+        soft_wrap=not console.is_terminal,
+    )
     console.print()
     table = Table(title_justify="left", title_style="bold")
     table.title = (
@@ -117,7 +130,7 @@ def print_report(result: DemoResult, plot: Path, console: Console) -> None:
             figure.label,
             figure.text(figure.value(result.shared)),
             figure.text(figure.value(result.separate)),
-            f"{ratio(figure, result):.1f}x",
+            ratio_text(figure, result, "x"),
         )
     console.print(table)
     console.print(
