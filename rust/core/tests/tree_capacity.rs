@@ -139,6 +139,28 @@ fn an_insert_never_evicts_what_it_matches_or_copies() {
 }
 
 #[test]
+fn the_copied_chunk_stays_when_the_rest_of_its_prompt_is_evicted() {
+    let mut tree = tree(5, 2);
+    retain(&mut tree, &[1, 1, 2, 2, 3, 3]);
+    retain(&mut tree, &[4, 4]);
+    let inserted = tree.insert(&[1, 1, 2, 5, 6, 6, 7, 7], b"").unwrap();
+    assert_eq!((inserted.num_matched_tokens, inserted.num_copied_tokens), (2, 1));
+    assert_eq!(tree.match_prefix(&[1, 1, 2, 2], b"").chunk_ids[1], inserted.copy.unwrap().src);
+    tree.check_invariants().unwrap();
+}
+
+#[test]
+fn a_cut_needs_no_copy_once_eviction_took_what_hung_on_the_chunk() {
+    let mut tree = tree(3, 2);
+    retain(&mut tree, &[1, 1, 2, 2, 3, 3]);
+    let seq = tree.insert(&[1, 1, 2, 2], b"").unwrap().seq;
+    assert_eq!(tree.truncate(seq, 3).unwrap().copy, None);
+    assert_eq!(tree.tokens(seq).unwrap(), [1, 1, 2]);
+    assert_eq!((tree.stats().num_in_use, tree.stats().num_free), (2, 1));
+    tree.check_invariants().unwrap();
+}
+
+#[test]
 fn the_copy_is_given_up_when_its_source_has_to_go() {
     let mut tree = tree(3, 2);
     retain(&mut tree, &[1, 1, 2, 2]);

@@ -240,7 +240,7 @@ proptest! {
     fn any_interleaving_agrees_with_the_model(
         ops in prop::collection::vec(op(), 1..80),
         chunk_size in prop::sample::select(vec![1_usize, 2, 3, 4, 8]),
-        capacity in prop::sample::select(vec![6_usize, 20, 200]),
+        capacity in prop::sample::select(vec![6_usize, 10, 20, 200]),
         run_at_begin: bool,
         enable_prefix_sharing in prop::bool::weighted(0.9),
     ) {

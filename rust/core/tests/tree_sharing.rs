@@ -271,6 +271,33 @@ fn what_hangs_below_a_duplicate_moves_to_the_first_one() {
 }
 
 #[test]
+fn a_duplicate_of_several_segments_is_freed_wholly() {
+    let mut tree = tree(32, 2);
+    let source = insert_written(&mut tree, &[1, 2, 3]);
+    let forked = tree.fork(source).unwrap().seq;
+    for seq in [forked, source] {
+        tree.append(seq, &[4, 5, 6]).unwrap();
+        tree.commit(&[(seq, 3)]).unwrap();
+    }
+    insert_written(&mut tree, &[1, 2, 3, 4]);
+    tree.remove(source).unwrap();
+    tree.check_invariants().unwrap();
+    assert_eq!(tree.stats().num_in_use, 3);
+}
+
+#[test]
+fn a_chunk_that_fills_token_by_token_is_matched() {
+    let mut tree = tree(16, 4);
+    let seq = insert_written(&mut tree, &[1, 2]);
+    for token in [3, 4] {
+        assert_eq!(tree.match_prefix(&[1, 2, 3, 4], b"").num_tokens, 0);
+        tree.append_batch(&[seq], &[token]).unwrap();
+    }
+    let matched = tree.match_prefix(&[1, 2, 3, 4], b"");
+    assert_eq!((matched.num_tokens, matched.num_filled), (4, 2));
+}
+
+#[test]
 fn a_reserved_slot_is_not_matched_until_its_token_is_known() {
     let mut tree = tree(16, 4);
     let seq = insert_written(&mut tree, &[1, 2, 3]);
