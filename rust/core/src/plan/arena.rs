@@ -157,10 +157,15 @@ impl PageArena {
         self.num_blocks - self.used_blocks
     }
 
-    /// Extends a run of the current step to `end` chunk ids. The caller has checked that the
-    /// blocks it lacks are to spare.
-    pub fn grow(&mut self, run: RunKey, end: u32, writes: &mut Vec<IdWrite>) {
+    /// Extends a run of the current step from `begin` chunk ids to `end`. The caller has checked
+    /// that the blocks it lacks are to spare.
+    pub fn grow(&mut self, run: RunKey, begin: u32, end: u32, writes: &mut Vec<IdWrite>) {
         self.used_blocks += self.lacking(run, end);
+        if let Some(resident) = self.runs.get_mut(&run.index) {
+            // The run may have been longer once, and lost those chunks since.
+            resident.len = resident.len.min(begin);
+            resident.generation = run.generation;
+        }
         self.fill(run, end, writes);
     }
 

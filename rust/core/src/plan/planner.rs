@@ -228,7 +228,7 @@ impl Planner {
         for index in 0..self.scratch.growths.len() {
             let Growth { member, run, begin, end } = self.scratch.growths[index];
             self.scratch.id_writes.clear();
-            self.arena.grow(run, end, &mut self.scratch.id_writes);
+            self.arena.grow(run, begin, end, &mut self.scratch.id_writes);
             self.write_ids(tree);
             let member = &mut self.members[member as usize];
             let block_len = self.arena.block_len();

@@ -2,7 +2,7 @@
 //! patches alone stay equal to them.
 
 use crate::support::{Copy, Steps};
-use chunkcache::plan::Limits;
+use chunkcache::plan::{Limits, Planner};
 use chunkcache::tree::SeqHandle;
 use proptest::prelude::*;
 
@@ -80,17 +80,24 @@ fn ops() -> impl Strategy<Value = Op> {
         2 => (1..200_u32, 1..4_usize, 0..5_usize)
             .prop_map(|(most, skip, rotate)| Op::PartStep { most, skip, rotate }),
         3 => (0..3_usize).prop_map(|copy| Op::Sync { copy }),
+        1 => Just(Op::OtherPlanner),
     ]
 }
 
 struct History {
     steps: Steps,
     copies: [Copy; 3],
+    other: (Planner, [Copy; 3]),
 }
 
 impl History {
     fn new(limits: Option<Limits>) -> Self {
-        Self { steps: Steps::new(400, CHUNK as usize, limits), copies: Default::default() }
+        let limits = limits.unwrap_or_else(|| Planner::default_limits(CHUNK, 400));
+        Self {
+            steps: Steps::new(400, CHUNK as usize, Some(limits)),
+            copies: Default::default(),
+            other: (Planner::new(CHUNK, limits).unwrap(), Default::default()),
+        }
     }
 
     fn pick(&self, index: usize) -> Option<SeqHandle> {
@@ -149,6 +156,10 @@ impl History {
             Op::Sync { copy } => {
                 self.copies[copy].sync(self.steps.planner.image());
                 assert_eq!(self.copies[copy].words, self.steps.planner.image().words());
+            }
+            Op::OtherPlanner => {
+                std::mem::swap(&mut self.steps.planner, &mut self.other.0);
+                std::mem::swap(&mut self.copies, &mut self.other.1);
             }
         }
         self.steps.tree.check_invariants().unwrap();

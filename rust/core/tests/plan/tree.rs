@@ -260,3 +260,19 @@ fn an_image_far_behind_is_copied_whole() {
     copy.sync(steps.planner.image());
     assert_eq!(copy.words, steps.planner.image().words());
 }
+
+#[test]
+fn a_leaf_that_grows_where_others_were_evicted_gets_its_own_chunk() {
+    let mut steps = steps(64);
+    let other = steps.insert(&tokens(7, 4));
+    let long = steps.insert(&tokens(0, 8 * 4));
+    steps.run(&[Some(other), Some(long)], Some(&[0, 4, 36])).unwrap();
+    steps.remove(long);
+    let short = steps.insert(&tokens(0, 5 * 4));
+    steps.tree.append(other, &[1, 2, 3, 4]).unwrap();
+    steps.run(&[Some(other), Some(short)], Some(&[0, 4, 5])).unwrap();
+    assert_eq!(steps.tree.evict(3), 3);
+    // Both grow in place: one takes the chunk that the other's run had there.
+    steps.tree.append_batch(&[other, short], &[5, 5]).unwrap();
+    steps.run(&[Some(other), Some(short)], None).unwrap();
+}
