@@ -56,6 +56,8 @@ enum Op {
     Sync {
         copy: usize,
     },
+    /// Further plans come from the other of two planners, which has missed what happened.
+    OtherPlanner,
 }
 
 fn lengths() -> impl Strategy<Value = usize> {
