@@ -1,5 +1,7 @@
 """What `LLM.generate` does beside equal text."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -126,6 +128,15 @@ def test_two_streams_may_be_read_in_turns(llama) -> None:
     pieces = list(zip(*streams, strict=True))
     tokens = [[piece[i].token_ids[0] for piece in pieces] for i in range(2)]
     assert tokens == _tokens(llm.generate([[1, 2], [3, 4]], GREEDY))
+
+
+def test_two_threads_may_generate_at_once(llama, make_prompt) -> None:
+    llm = LLM(llama, chunk_size=16)
+    prompts = [[make_prompt(40, seed=i + 5 * j) for i in range(3)] for j in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda own: _tokens(llm.generate(own, GREEDY)), prompts))
+    alone = LLM(llama, chunk_size=16)
+    assert together == [_tokens(alone.generate(own, GREEDY)) for own in prompts]
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 5])

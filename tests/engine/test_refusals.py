@@ -67,7 +67,7 @@ REFUSED = {
     "ALiBi": lambda: transformers.BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=4),
     "share K/V": _gemma3n,
     "of the kind conv": _lfm2,
-    "of the kind linear_attention": lambda: transformers.MambaConfig(
+    "recurrent|linear_attention": lambda: transformers.MambaConfig(
         vocab_size=100, hidden_size=32, num_hidden_layers=2
     ),
     "of the kind chunked_attention": lambda: _config(

@@ -171,6 +171,7 @@ class LLM:
 
     def _stream(self, requests: list[Request], progress: bool) -> Iterator[StreamOutput]:
         unfinished = list(requests)
+        num_tokens = 0
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
                 self._engine.add(requests)
@@ -178,10 +179,12 @@ class LLM:
                     self._engine.step()
                     for request in unfinished:
                         while request.pieces:
+                            num_tokens += 1
                             yield request.pieces.popleft()
                         if request.error is not None:
                             raise request.error
                     left = [request for request in unfinished if not request.finished]
+                    bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
                     bar.update(len(unfinished) - len(left))
                     unfinished = left
             finally:
