@@ -1,7 +1,7 @@
 //! Times one decode step of attention, with sharing and without, beside the time that reading the
 //! K/V takes. For guidance while tuning kernels:
 //!
-//! `cargo run --release --example attention_timing -- [f32|f16|bf16] [b] [hq] [hkv] [d] [n_p] [threads]`
+//! `cargo run --release --example attention_timing -- [f32|f16|bf16] [b] [hq] [hkv] [d] [n_p] [threads] [n_s]`
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -20,6 +20,8 @@ struct Shape {
     head_dim: usize,
     prompt: usize,
     threads: usize,
+    /// One number of shared tokens; `None` for several.
+    shared: Option<usize>,
 }
 
 /// The median of some runs, in milliseconds, and the least.
@@ -58,9 +60,10 @@ fn read_bandwidth(threads: usize) -> f64 {
 }
 
 fn measure<T: Element>(shape: &Shape, from: impl Fn(f32) -> T) {
-    let Shape { batch, num_qo_heads, num_kv_heads, head_dim, prompt, threads } = *shape;
+    let Shape { batch, num_qo_heads, num_kv_heads, head_dim, prompt, threads, .. } = *shape;
     let workers = Workers::new(threads).unwrap();
-    for shared in [0, prompt / 2, prompt * 3 / 4, prompt] {
+    let several = vec![0, prompt / 2, prompt * 3 / 4, prompt];
+    for shared in shape.shared.map_or(several, |one| vec![one]) {
         let private = (prompt - shared) / CHUNK;
         let num_pages = shared / CHUNK + batch * private;
         let config = KvConfig {
@@ -170,6 +173,7 @@ fn main() {
         head_dim: number(4, 128),
         prompt: number(5, 1024),
         threads: number(6, 2),
+        shared: arguments.get(7).map(|x| x.parse().expect("a number")),
     };
     println!("reading: {:.1} GB/s", read_bandwidth(shape.threads));
     match arguments.first().map(String::as_str) {

@@ -12,6 +12,7 @@ mod run;
 mod schedule;
 mod simd;
 mod state;
+mod tables;
 mod workers;
 
 pub use isa::Isa;

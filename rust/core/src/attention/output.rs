@@ -52,7 +52,8 @@ pub(crate) enum Output<'a> {
 }
 
 impl Output<'_> {
-    /// Writes one state: of query row `q_row`, which is the task's token `token`.
+    /// Writes one state, `o * factor` and `lse`: of query row `q_row`, which is the task's token
+    /// `token`.
     ///
     /// # Safety
     /// `o` is `head_dim` float32, readable to whole vectors; the row is the caller's alone.
@@ -60,19 +61,18 @@ impl Output<'_> {
     pub(crate) unsafe fn write<S: Simd>(
         &self,
         s: S,
-        q_row: usize,
-        token: usize,
-        head: usize,
+        (q_row, token, head): (usize, usize, usize),
         o: *const f32,
+        factor: S::V,
         lse: f32,
     ) {
         // SAFETY: the caller's contract.
         unsafe {
             match self {
-                Self::Direct(results) => results.write(s, q_row, head, o, lse),
+                Self::Direct(results) => results.write(s, q_row, head, o, factor, lse),
                 Self::Partial { partials, first_slot } => {
                     let (to, to_lse) = partials.at(first_slot + token, head);
-                    to.copy_from_nonoverlapping(o, partials.head_dim);
+                    store_row(s, Dtype::F32, o, factor, to.cast(), partials.head_dim);
                     to_lse.write(lse);
                 }
             }
@@ -81,7 +81,7 @@ impl Output<'_> {
 }
 
 impl Results<'_> {
-    /// Writes one state.
+    /// Writes one state, `o * factor` and `lse`.
     ///
     /// # Safety
     /// As [`Output::write`].
@@ -92,12 +92,13 @@ impl Results<'_> {
         q_row: usize,
         head: usize,
         o: *const f32,
+        factor: S::V,
         lse: f32,
     ) {
         // SAFETY: the caller's contract.
         unsafe {
             let head_dim = self.out.layout().head_dim;
-            store_row(s, self.out.dtype(), o, self.out.row(q_row, head), head_dim);
+            store_row(s, self.out.dtype(), o, factor, self.out.row(q_row, head), head_dim);
             if let Some(to) = self.lse {
                 to.add(q_row * self.out.layout().num_heads + head).write(lse);
             }
@@ -105,7 +106,7 @@ impl Results<'_> {
     }
 }
 
-/// Writes float32 as elements of `dtype`.
+/// Writes float32 times a factor as elements of `dtype`.
 ///
 /// # Safety
 /// `len` elements are writable at `to` and readable, to whole vectors, at `from`.
@@ -114,28 +115,38 @@ pub(crate) unsafe fn store_row<S: Simd>(
     s: S,
     dtype: Dtype,
     from: *const f32,
+    factor: S::V,
     to: *mut u8,
     len: usize,
 ) {
     let itemsize = dtype.itemsize();
     // SAFETY: the caller's contract; the last elements go by way of a whole vector here.
     unsafe {
-        let mut tail = [0u8; LANES * 4];
         let mut begin = 0;
-        while begin < len {
-            let count = LANES.min(len - begin);
-            let whole = to.add(begin * itemsize);
-            let at = if count == LANES { whole } else { tail.as_mut_ptr() };
-            let vector = s.load(from.add(begin));
-            match dtype {
-                Dtype::F32 => s.store(at.cast(), vector),
-                Dtype::F16 => s.store_f16(at.cast(), vector),
-                Dtype::Bf16 => s.store_bf16(at.cast(), vector),
-            }
-            if count < LANES {
-                whole.copy_from_nonoverlapping(tail.as_ptr(), count * itemsize);
-            }
-            begin += count;
+        while begin + LANES <= len {
+            let scaled = s.mul(s.load(from.add(begin)), factor);
+            store_vector(s, dtype, to.add(begin * itemsize), scaled);
+            begin += LANES;
+        }
+        if begin < len {
+            let mut tail = [0u8; LANES * 4];
+            store_vector(s, dtype, tail.as_mut_ptr(), s.mul(s.load(from.add(begin)), factor));
+            let bytes = (len - begin) * itemsize;
+            to.add(begin * itemsize).copy_from_nonoverlapping(tail.as_ptr(), bytes);
+        }
+    }
+}
+
+/// # Safety
+/// 16 elements are writable at `to`.
+#[inline(always)]
+unsafe fn store_vector<S: Simd>(s: S, dtype: Dtype, to: *mut u8, vector: S::V) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        match dtype {
+            Dtype::F32 => s.store(to.cast(), vector),
+            Dtype::F16 => s.store_f16(to.cast(), vector),
+            Dtype::Bf16 => s.store_bf16(to.cast(), vector),
         }
     }
 }

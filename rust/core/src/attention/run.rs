@@ -244,22 +244,24 @@ impl Run for MergeTokens<'_> {
     fn run<S: Simd>(self, s: S) {
         let head_dim = self.partials.head_dim;
         let mut merged = vec![0.0f32; head_dim.next_multiple_of(LANES)];
-        let mut parts = Vec::new();
+        let (mut slots, mut parts) = (Vec::new(), Vec::new());
         for &token in self.tokens {
+            slots.clear();
+            for block in self.schedule.blocks_of(token) {
+                slots.extend((0..block.num_splits).map(|split| block.slot(split, token)));
+            }
             for head in 0..self.partials.num_qo_heads {
                 parts.clear();
-                for block in self.schedule.blocks_of(token) {
-                    for split in 0..block.num_splits {
-                        let (o, lse) = self.partials.at(block.slot(split, token), head);
-                        // SAFETY: all tasks have ended, and each slot was written by one.
-                        parts.push(PartState { o, lse: unsafe { lse.read() } });
-                    }
+                for &slot in &slots {
+                    let (o, lse) = self.partials.at(slot, head);
+                    // SAFETY: all tasks have ended, and each slot was written by one.
+                    parts.push(PartState::new(o, unsafe { lse.read() }));
                 }
                 let q_row = self.schedule.tokens[token].q_row as usize;
                 // SAFETY: as above; the row is this token's alone.
                 unsafe {
-                    let lse = merge(s, &parts, merged.as_mut_ptr(), head_dim);
-                    self.results.write(s, q_row, head, merged.as_ptr(), lse);
+                    let lse = merge(s, &mut parts, merged.as_mut_ptr(), head_dim);
+                    self.results.write(s, q_row, head, merged.as_ptr(), s.splat(1.0), lse);
                 }
             }
         }
@@ -281,7 +283,8 @@ impl Run for ClearRows<'_> {
             for head in 0..layout.num_heads {
                 // SAFETY: no task writes these rows.
                 unsafe {
-                    self.results.write(s, row as usize, head, zeros.as_ptr(), f32::NEG_INFINITY);
+                    let (zero, lse) = (s.splat(0.0), f32::NEG_INFINITY);
+                    self.results.write(s, row as usize, head, zeros.as_ptr(), zero, lse);
                 }
             }
         }

@@ -4,7 +4,8 @@
 
 use super::cost;
 use super::kernel::MAX_TASK_ROWS;
-use crate::error::{Error, Result};
+use super::tables::{check_segments, end_position, invalid, padding_rows, token_rows, token_spans};
+use crate::error::Result;
 use crate::plan::{NONE, PlanView, SegmentRow};
 
 /// Which segments go through phase one.
@@ -183,51 +184,59 @@ impl Builder<'_> {
     /// For each segment, its chunk-first run, if any; a segment and its parent that cover the same
     /// sequences share one.
     fn chunk_first_runs(&self) -> Vec<Option<usize>> {
-        let mut run_of = vec![None; self.view.segments.len()];
-        let mut num_runs = 0;
-        // Keys of the run of segments above a segment with its cover, itself included.
-        let mut run_keys = vec![0u64; self.view.segments.len()];
-        let same_cover = |segment: &SegmentRow| {
-            let parent = self.view.segments.get(segment.parent as usize)?;
-            let same = (parent.seq_begin, parent.seq_end) == (segment.seq_begin, segment.seq_end);
-            same.then_some(segment.parent as usize)
-        };
+        let segments = self.view.segments;
+        let mut run_of = vec![None; segments.len()];
+        if self.geometry.sharing == Sharing::Never {
+            return run_of;
+        }
+        // Positions where the run of a segment, with all that share its cover, starts and ends.
+        let mut extent = vec![(0, 0); segments.len()];
         for &row in self.view.segment_order {
-            let segment = &self.view.segments[row as usize];
-            let keys = u64::from(segment.num_pages) * u64::from(self.view.page_size);
-            run_keys[row as usize] = keys;
-            if let Some(parent) = same_cover(segment) {
-                run_keys[row as usize] += run_keys[parent];
-            }
+            let start = match self.same_cover(row) {
+                Some(parent) => extent[parent].0,
+                None => segments[row as usize].start_pos,
+            };
+            extent[row as usize] = (start, end_position(self.view, row));
         }
         for &row in self.view.segment_order.iter().rev() {
-            let segment = &self.view.segments[row as usize];
-            if let Some(parent) = same_cover(segment) {
-                run_keys[parent] = run_keys[parent].max(run_keys[row as usize]);
+            if let Some(parent) = self.same_cover(row) {
+                extent[parent].1 = extent[parent].1.max(extent[row as usize].1);
             }
         }
+        let mut num_runs = 0;
         for &row in self.view.segment_order {
-            let segment = &self.view.segments[row as usize];
-            let tokens =
-                self.spans[segment.seq_end as usize] - self.spans[segment.seq_begin as usize];
-            let covered = (segment.seq_end - segment.seq_begin) as usize;
-            let shared = covered > 1
-                && match self.geometry.sharing {
-                    Sharing::Never => false,
-                    Sharing::Always => true,
-                    Sharing::Auto => {
-                        cost::sharing_pays(self.geometry, covered, tokens, run_keys[row as usize])
-                    }
-                };
-            if !shared {
+            let index = row as usize;
+            if !self.is_chunk_first(&segments[index], extent[index]) {
                 continue;
             }
-            run_of[row as usize] = same_cover(segment).and_then(|p| run_of[p]).or_else(|| {
+            run_of[index] = self.same_cover(row).and_then(|parent| run_of[parent]).or_else(|| {
                 num_runs += 1;
                 Some(num_runs - 1)
             });
         }
         run_of
+    }
+
+    /// A segment's parent, if it covers the same sequences.
+    fn same_cover(&self, row: u32) -> Option<usize> {
+        let segment = &self.view.segments[row as usize];
+        let parent = self.view.segments.get(segment.parent as usize)?;
+        (cover(parent) == cover(segment)).then_some(segment.parent as usize)
+    }
+
+    /// Whether a segment whose run has the given extent goes through phase one.
+    fn is_chunk_first(&self, segment: &SegmentRow, (start, end): (u32, u64)) -> bool {
+        let places = segment.seq_begin as usize..segment.seq_end as usize;
+        if places.len() < 2 || self.geometry.sharing == Sharing::Always {
+            return places.len() >= 2;
+        }
+        let is_leaf = |place: usize| {
+            let leaf = self.view.sequences[self.view.order[place] as usize].leaf;
+            self.view.segments.get(leaf as usize).is_some_and(|leaf| cover(leaf) == cover(segment))
+        };
+        let alone = start == 0 && places.clone().all(is_leaf);
+        let tokens = places.map(|place| self.spans[place + 1] - self.spans[place]);
+        cost::sharing_pays(self.geometry, tokens, end - u64::from(start), alone)
     }
 
     /// The segments of a sequence's path, root first.
@@ -329,6 +338,11 @@ impl Builder<'_> {
     }
 }
 
+/// The sequences that a segment covers.
+fn cover(segment: &SegmentRow) -> (u32, u32) {
+    (segment.seq_begin, segment.seq_end)
+}
+
 /// Lists the blocks of each token.
 fn contributions(schedule: &mut Schedule) {
     let mut counts = vec![0usize; schedule.tokens.len()];
@@ -360,120 +374,4 @@ fn visible(tokens: &[TokenRow]) -> (u32, u32) {
     let begin = tokens.iter().map(|token| token.key_begin).min().unwrap_or(0);
     let end = tokens.iter().map(|token| token.key_end).max().unwrap_or(0);
     (begin, end)
-}
-
-fn token_rows(view: &PlanView<'_>, window_left: Option<u32>) -> Vec<TokenRow> {
-    let mut tokens = Vec::new();
-    for &sequence in view.order {
-        let row = &view.sequences[sequence as usize];
-        for t in 0..row.qo_len {
-            // A query before position 0 sees nothing.
-            let key_end = (row.kv_len + t + 1).saturating_sub(row.qo_len);
-            let key_begin = match window_left {
-                Some(window) => key_end.saturating_sub(window.saturating_add(1)),
-                None => 0,
-            };
-            tokens.push(TokenRow { q_row: row.qo_begin + t, key_begin, key_end });
-        }
-    }
-    tokens
-}
-
-fn token_spans(view: &PlanView<'_>) -> Result<Vec<usize>> {
-    let mut spans = vec![0];
-    for &sequence in view.order {
-        let row = view.sequences.get(sequence as usize).ok_or_else(|| {
-            invalid(format!("sequence row {sequence}"), format!("below {}", view.sequences.len()))
-        })?;
-        if u64::from(row.qo_begin) + u64::from(row.qo_len) > u64::from(view.num_qo_rows) {
-            return Err(invalid(
-                format!("query rows {} + {}", row.qo_begin, row.qo_len),
-                format!("at most {}", view.num_qo_rows),
-            ));
-        }
-        if row.kv_len > i32::MAX as u32 {
-            return Err(invalid(format!("kv_len {}", row.kv_len), "below 2^31"));
-        }
-        if row.leaf != NONE && row.leaf as usize >= view.segments.len() {
-            return Err(invalid(
-                format!("leaf {}", row.leaf),
-                format!("below {}", view.segments.len()),
-            ));
-        }
-        spans.push(spans[spans.len() - 1] + row.qo_len as usize);
-    }
-    Ok(spans)
-}
-
-fn check_segments(view: &PlanView<'_>) -> Result<()> {
-    if view.page_size == 0 {
-        return Err(invalid("page_size 0", "1 or more"));
-    }
-    let mut seen = vec![false; view.segments.len()];
-    for &row in view.segment_order {
-        let Some(segment) = view.segments.get(row as usize) else {
-            return Err(invalid(
-                format!("segment row {row}"),
-                format!("below {}", view.segments.len()),
-            ));
-        };
-        let ids_end = u64::from(segment.ids_begin) + u64::from(segment.num_pages);
-        if ids_end > view.page_ids.len() as u64 {
-            return Err(invalid(
-                format!("page ids up to {ids_end} of segment {row}"),
-                format!("at most {}", view.page_ids.len()),
-            ));
-        }
-        if segment.seq_begin > segment.seq_end || segment.seq_end as usize > view.order.len() {
-            return Err(invalid(
-                format!("sequences {}..{} of segment {row}", segment.seq_begin, segment.seq_end),
-                format!("a range of 0..{}", view.order.len()),
-            ));
-        }
-        let start = match segment.parent {
-            NONE => 0,
-            parent if seen.get(parent as usize) == Some(&true) => end_position(view, parent),
-            parent => {
-                return Err(invalid(
-                    format!("parent {parent} of segment {row}"),
-                    "a segment before it in segment_order",
-                ));
-            }
-        };
-        if u64::from(segment.start_pos) != start || end_position(view, row) > i32::MAX as u64 {
-            return Err(invalid(
-                format!("start_pos {} of segment {row}", segment.start_pos),
-                format!("{start}, where its parent ends, and an end below 2^31"),
-            ));
-        }
-        seen[row as usize] = true;
-    }
-    for &sequence in view.order {
-        let leaf = view.sequences[sequence as usize].leaf;
-        if leaf != NONE && !seen[leaf as usize] {
-            return Err(invalid(format!("leaf {leaf}"), "a segment of segment_order"));
-        }
-    }
-    Ok(())
-}
-
-/// One past the position of a segment's last key.
-fn end_position(view: &PlanView<'_>, segment: u32) -> u64 {
-    let row = &view.segments[segment as usize];
-    u64::from(row.start_pos) + u64::from(row.num_pages) * u64::from(view.page_size)
-}
-
-/// Query rows that no sequence names.
-fn padding_rows(view: &PlanView<'_>, tokens: &[TokenRow]) -> Result<Vec<u32>> {
-    let mut named = vec![false; view.num_qo_rows as usize];
-    for token in tokens {
-        if std::mem::replace(&mut named[token.q_row as usize], true) {
-            return Err(invalid(format!("query row {} twice", token.q_row), "each row once"));
-        }
-    }
-    Ok((0..view.num_qo_rows).filter(|&row| !named[row as usize]).collect())
-}
-
-fn invalid(given: impl ToString, allowed: impl Into<String>) -> Error {
-    Error::invalid("plan", given, allowed)
 }

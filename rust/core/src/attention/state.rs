@@ -11,8 +11,17 @@ use crate::kv::{Rows, RowsMut};
 /// A state to merge: `o` as float32, `head_dim` long, and its `lse`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PartState {
-    pub(crate) o: *const f32,
-    pub(crate) lse: f32,
+    o: *const f32,
+    lse: f32,
+    /// Its share of the result.
+    weight: f32,
+}
+
+impl PartState {
+    /// A state.
+    pub(crate) const fn new(o: *const f32, lse: f32) -> Self {
+        Self { o, lse, weight: 0.0 }
+    }
 }
 
 /// Merges states in the order given: `lse = ln(sum exp(lse_i))`, `o = sum exp(lse_i - lse) o_i`.
@@ -21,27 +30,31 @@ pub(crate) struct PartState {
 /// # Safety
 /// Each `o` is `len` readable float32, `out` is writable to whole vectors.
 #[inline(always)]
-pub(crate) unsafe fn merge<S: Simd>(s: S, parts: &[PartState], out: *mut f32, len: usize) -> f32 {
+pub(crate) unsafe fn merge<S: Simd>(
+    s: S,
+    parts: &mut [PartState],
+    out: *mut f32,
+    len: usize,
+) -> f32 {
     let largest = parts.iter().fold(f32::NEG_INFINITY, |m, part| m.max(part.lse));
-    let vectors = len.div_ceil(LANES);
+    let mut sum = 0.0;
+    for part in parts.iter_mut() {
+        // Without the test, -inf less -inf would be NaN; NaN itself is kept.
+        if part.lse != f32::NEG_INFINITY {
+            part.weight = (part.lse - largest).exp();
+            sum += part.weight;
+        }
+    }
+    for part in parts.iter_mut() {
+        part.weight /= sum;
+    }
+    let merged = parts.iter().filter(|part| part.lse != f32::NEG_INFINITY);
+    let mut begin = 0;
     // SAFETY: the caller's contract; the last vector of a part goes by way of a whole one.
     unsafe {
-        for vector in 0..vectors {
-            s.store(out.add(vector * LANES), s.splat(0.0));
-        }
-        if largest == f32::NEG_INFINITY && !parts.iter().any(|part| part.lse.is_nan()) {
-            return f32::NEG_INFINITY;
-        }
-        let sum: f64 = parts.iter().map(|part| f64::from(part.lse - largest).exp()).sum();
-        for part in parts {
-            if part.lse == f32::NEG_INFINITY {
-                continue;
-            }
-            let weight = (f64::from(part.lse - largest).exp() / sum) as f32;
-            let weight = s.splat(weight);
-            for vector in 0..vectors {
-                let begin = vector * LANES;
-                let to = out.add(begin);
+        while begin < len {
+            let mut total = s.splat(0.0);
+            for part in merged.clone() {
                 let values = if begin + LANES <= len {
                     s.load(part.o.add(begin))
                 } else {
@@ -49,11 +62,13 @@ pub(crate) unsafe fn merge<S: Simd>(s: S, parts: &[PartState], out: *mut f32, le
                     tail.as_mut_ptr().copy_from_nonoverlapping(part.o.add(begin), len - begin);
                     s.load(tail.as_ptr())
                 };
-                s.store(to, s.fma(weight, values, s.load(to)));
+                total = s.fma(s.splat(part.weight), values, total);
             }
+            s.store(out.add(begin), total);
+            begin += LANES;
         }
-        (f64::from(largest) + sum.ln()) as f32
     }
+    if sum == 0.0 { f32::NEG_INFINITY } else { largest + sum.ln() }
 }
 
 /// Merges two states over disjoint sets of keys into the state over all of them.
@@ -132,11 +147,18 @@ impl dispatch::Run for MergeRows<'_, '_> {
                     for (i, (rows, lse)) in self.states.iter().enumerate() {
                         let at = inputs.as_mut_ptr().add(i * padded);
                         load_row(s, rows.dtype(), rows.row(token, head), at, layout.head_dim);
-                        parts.push(PartState { o: at, lse: lse[row] });
+                        parts.push(PartState::new(at, lse[row]));
                     }
-                    self.lse[row] = merge(s, &parts, merged.as_mut_ptr(), layout.head_dim);
+                    self.lse[row] = merge(s, &mut parts, merged.as_mut_ptr(), layout.head_dim);
                     let to = self.o.row(token, head);
-                    store_row(s, self.o.dtype(), merged.as_ptr(), to, layout.head_dim);
+                    store_row(
+                        s,
+                        self.o.dtype(),
+                        merged.as_ptr(),
+                        s.splat(1.0),
+                        to,
+                        layout.head_dim,
+                    );
                 }
             }
         }

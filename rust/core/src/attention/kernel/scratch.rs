@@ -60,7 +60,6 @@ pub(crate) struct Scratch {
     pub(super) maxima: AlignedBuf,
     pub(super) sums: AlignedBuf,
     pub(super) scores: AlignedBuf,
-    pub(super) staging: AlignedBuf,
     pub(super) packed: AlignedBuf,
     pub(super) bounds: Vec<super::task::Bounds>,
 }
@@ -74,7 +73,6 @@ impl Scratch {
             maxima: AlignedBuf::new(),
             sums: AlignedBuf::new(),
             scores: AlignedBuf::new(),
-            staging: AlignedBuf::new(),
             packed: AlignedBuf::new(),
             bounds: Vec::new(),
         }

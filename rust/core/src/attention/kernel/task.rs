@@ -75,7 +75,6 @@ pub(crate) fn run<S: Simd, E: Operand<S>>(
         maxima: scratch.maxima.get(padded_rows * 4).cast(),
         sums: scratch.sums.get(padded_rows * LANES * 4).cast(),
         scores: scratch.scores.get(MAX_TILE_ROWS * SCORE_STRIDE),
-        staging: scratch.staging.get(vectors * LANES * 4),
         vectors,
     };
     let block_bytes = BLOCK_STRIPS * strip_bytes + SLACK;
@@ -135,7 +134,6 @@ struct Memory {
     maxima: *mut f32,
     sums: *mut f32,
     scores: *mut u8,
-    staging: *mut u8,
     vectors: usize,
 }
 
@@ -194,21 +192,27 @@ unsafe fn load_queries<S: Simd, E: Operand<S>>(
     task: &Task<'_>,
     memory: &Memory,
 ) {
-    let row_bytes = shared.q.layout().head_dim * E::DTYPE.itemsize();
+    let head_dim = shared.q.layout().head_dim;
+    let (whole, rest) = (head_dim / LANES, head_dim % LANES);
+    let vector_bytes = LANES * E::DTYPE.itemsize();
     let mut to = memory.queries;
-    // SAFETY: the caller's contract; the staging buffer lets whole vectors be read, which a
-    // caller's row need not.
+    // SAFETY: the caller's contract; the last elements of a row, behind which nothing may be read,
+    // go by way of a whole vector here.
     unsafe {
         for token in task.tokens {
             for head in task.kv_head * shared.group..(task.kv_head + 1) * shared.group {
                 let from = shared.q.row(token.q_row as usize, head);
-                memory.staging.copy_from_nonoverlapping(from, row_bytes);
-                for vector in 0..memory.vectors {
-                    E::to_scalars(
-                        s,
-                        memory.staging.add(vector * LANES * E::DTYPE.itemsize()),
-                        to.add(vector * LANES * E::SCALAR_BYTES),
-                    );
+                for vector in 0..whole {
+                    let scalars = to.add(vector * LANES * E::SCALAR_BYTES);
+                    E::to_scalars(s, from.add(vector * vector_bytes), scalars);
+                }
+                if rest > 0 {
+                    let mut tail = [0u8; LANES * 4];
+                    let last = from.add(whole * vector_bytes);
+                    let bytes = rest * E::DTYPE.itemsize();
+                    tail.as_mut_ptr().copy_from_nonoverlapping(last, bytes);
+                    let scalars = to.add(whole * LANES * E::SCALAR_BYTES);
+                    E::to_scalars(s, tail.as_ptr(), scalars);
                 }
                 to = to.add(memory.query_stride);
             }
@@ -433,12 +437,8 @@ unsafe fn write_states<S: Simd>(s: S, shared: &Shared<'_>, task: &Task<'_>, memo
                     let log2 = f64::from(state.max.read()) + f64::from(sum).log2();
                     (1.0 / sum, (log2 * std::f64::consts::LN_2) as f32)
                 };
-                let factor = s.splat(factor);
-                for vector in 0..state.vectors {
-                    let at = state.output.add(vector * LANES);
-                    s.store(at, s.mul(s.load(at), factor));
-                }
-                task.output.write(s, token.q_row as usize, t, head, state.output, lse);
+                let row = (token.q_row as usize, t, head);
+                task.output.write(s, row, state.output, s.splat(factor), lse);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! One call of `attend`: a tree, random K/V of a shape and type, parameters; and its check.
 
-use chunkcache::attention::{AttentionParams, KvSource, Workers, attend};
+use chunkcache::attention::{AttentionParams, KvSource, Sharing, Workers, attend};
 use chunkcache::kv::{
     Dtype, Element, HostKv, KvConfig, PageStrides, PagedKv, PagedShape, Rows, RowsLayout, RowsMut,
 };
@@ -55,7 +55,7 @@ struct Data {
 }
 
 impl Case {
-    /// A call on float32 in host memory, with the usual parameters.
+    /// A call on float32 in host memory, with the usual parameters but sharing wherever it can be.
     pub fn new(tree: Tree, head_dim: usize, num_kv_heads: usize, group: usize) -> Self {
         Self {
             tree,
@@ -64,7 +64,7 @@ impl Case {
             num_kv_heads,
             group,
             layout: Layout::Host,
-            params: AttentionParams::new(head_dim),
+            params: AttentionParams { sharing: Sharing::Always, ..AttentionParams::new(head_dim) },
             num_threads: 1,
             scale: 1.0,
             offsets: (0.0, 0.0),
