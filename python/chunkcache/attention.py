@@ -19,6 +19,7 @@ from chunkcache._arrays import Expected, Tensor, View, int_array, view
 from chunkcache._core import Plan
 from chunkcache._types import Isa, KvLayout, Sharing
 from chunkcache.errors import InvalidConfigError
+from chunkcache.kernels import frontend, tensors
 
 _DTYPES = tuple(_arrays.ITEM_SIZES)
 
@@ -100,7 +101,9 @@ def run(
     """Attention of a step's queries to pages of keys and values, in two phases.
 
     Arrays are numpy or torch on the CPU, all of one dtype (float32, float16 or bfloat16), in any
-    strides but for a contiguous head_dim.
+    strides but for a contiguous head_dim. Or torch on one CUDA device, float16 or bfloat16, with
+    pages of a multiple of 16 tokens: that needs `chunkcache[cuda]` and works on torch's current
+    stream.
 
     Args:
         plan: the step.
@@ -128,6 +131,13 @@ def run(
         InvalidConfigError: an argument that is not allowed.
         StalePlanError: the plan is closed.
     """
+    if tensors.is_cuda(q):
+        if sharing != "auto" or isa is not None:
+            given = f"sharing={sharing!r}, isa={isa!r}"
+            raise InvalidConfigError(f"q: got a CUDA tensor with {given}, allowed is their default")
+        kv = frontend.paged_kv(k_pages, v_pages, kv_layout, tensors.device_of(q))
+        how = frontend.Options(sm_scale, logits_soft_cap, window_left, return_lse)
+        return frontend.run(plan, q, kv, how, out, lse)
     k, v = _pages(k_pages, v_pages, kv_layout)
     queries = Expected(
         ("rows", "num_qo_heads", "head_dim"), (plan.num_rows, None, k.shape[3]), (k.dtype,)
@@ -206,6 +216,8 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple
     Raises:
         InvalidConfigError: shapes or dtypes that are not allowed.
     """
+    if tensors.is_cuda(o_a):
+        return frontend.merge_state(o_a, lse_a, o_b, lse_b)
     return _merged([(o_a, lse_a), (o_b, lse_b)], ("o_a", "lse_a", "o_b", "lse_b"))
 
 

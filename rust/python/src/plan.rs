@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use crate::args::IntoPython;
-use crate::numpy::int64_array;
+use crate::numpy::{int64_array, uint32_array};
 use crate::results::Committed;
 use crate::shared::{LONG, Shared};
 
@@ -48,7 +48,7 @@ struct Arrays {
 /// It is made by `PrefixTree.plan`, by `ChunkCache.plan`, or by `plan_from_block_tables` and
 /// `plan_from_csr` of `chunkcache.attention`. It serves all layers, and holds its chunks until it
 /// is committed or closed. As a context manager it closes itself.
-#[pyclass(frozen, name = "Plan", module = "chunkcache")]
+#[pyclass(frozen, weakref, name = "Plan", module = "chunkcache")]
 pub struct PyPlan {
     open: RwLock<Option<Open>>,
     /// The tree of the plan; none over block tables.
@@ -56,6 +56,55 @@ pub struct PyPlan {
     epoch: u64,
     rows: Rows,
     arrays: PyOnceLock<Arrays>,
+}
+
+/// What `Plan.tables` returns.
+type TableArrays<'py> = (
+    u32,
+    u32,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+);
+
+/// The tables in plain words, without what is beyond their last row in use.
+struct CopiedTables {
+    page_size: u32,
+    num_qo_rows: u32,
+    order: Vec<u32>,
+    sequences: Vec<u32>,
+    segment_order: Vec<u32>,
+    segments: Vec<u32>,
+    page_ids: Vec<u32>,
+}
+
+impl CopiedTables {
+    fn of(view: &PlanView<'_>) -> Self {
+        let used = |order: &[u32]| order.iter().map(|&row| row as usize + 1).max().unwrap_or(0);
+        let segments = &view.segments[..used(view.segment_order)];
+        let in_use = view.segment_order.iter().map(|&row| &segments[row as usize]);
+        let ids = in_use.map(|s| (s.ids_begin + s.num_pages) as usize).max().unwrap_or(0);
+        let sequences = &view.sequences[..used(view.order)];
+        Self {
+            page_size: view.page_size,
+            num_qo_rows: view.num_qo_rows,
+            order: view.order.to_vec(),
+            sequences: sequences
+                .iter()
+                .flat_map(|s| [s.leaf, s.qo_begin, s.qo_len, s.kv_len, s.num_cached_rows])
+                .collect(),
+            segment_order: view.segment_order.to_vec(),
+            segments: segments
+                .iter()
+                .flat_map(|s| {
+                    [s.parent, s.seq_begin, s.seq_end, s.start_pos, s.num_pages, s.ids_begin]
+                })
+                .collect(),
+            page_ids: view.page_ids[..ids].to_vec(),
+        }
+    }
 }
 
 /// How the step of a tree ends.
@@ -200,6 +249,25 @@ impl PyPlan {
     #[getter]
     fn is_open(&self, py: Python<'_>) -> bool {
         py.detach(|| self.open.read().unwrap_or_else(PoisonError::into_inner).is_some())
+    }
+
+    /// The context tables of the step: tokens per page, rows of q, and uint32 arrays `order`,
+    /// `sequences [rows, 5]`, `segment_order`, `segments [rows, 6]` (both flat) and `page_ids`.
+    ///
+    /// Raises:
+    ///     StalePlanError: the plan is closed.
+    fn tables<'py>(&self, py: Python<'py>) -> PyResult<TableArrays<'py>> {
+        let copied = self.read(|view, _| Ok(CopiedTables::of(view))).into_python(py)?;
+        let array = |words: &[u32]| uint32_array(py, words);
+        Ok((
+            copied.page_size,
+            copied.num_qo_rows,
+            array(&copied.order)?,
+            array(&copied.sequences)?,
+            array(&copied.segment_order)?,
+            array(&copied.segments)?,
+            array(&copied.page_ids)?,
+        ))
     }
 
     /// Count the step's tokens as written, and close the plan. Plans of one tree are committed in the

@@ -1,0 +1,307 @@
+"""The kernels on torch CUDA tensors: attention over any plan, K/V writes, merges of states.
+
+Work goes to torch's current stream; nothing here synchronises with the device, but for the first
+use of a plan, whose tables are copied then. (Under CUDA-graph capture, use the plan once before.)
+"""
+
+import struct
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from chunkcache._core import Plan
+from chunkcache.errors import InvalidConfigError, StalePlanError
+from chunkcache.kernels.driver import Launch, limits, load
+from chunkcache.kernels.params import Operands, Scores, Strides
+from chunkcache.kernels.schedule import DeviceCosts, PlanTables, build_schedule
+from chunkcache.kernels.table import find
+from chunkcache.kernels.tensors import ELEMENTS, Wanted, check, check_aligned, dtype_name, stream_of
+from chunkcache.kernels.tpp import HEAD_DIMS, Pages, TppAttention, TppTables
+
+if TYPE_CHECKING:
+    import torch
+
+_HALVES = ("float16", "bfloat16")
+
+_tables: WeakKeyDictionary[Plan, dict[TppAttention, TppTables]] = WeakKeyDictionary()
+
+
+class PagedKv(NamedTuple):
+    """K and V as views `[pages, page_size, num_kv_heads, head_dim]`."""
+
+    k: "torch.Tensor"
+    v: "torch.Tensor"
+
+
+class Options(NamedTuple):
+    """How scores are made; see `chunkcache.attention.run`."""
+
+    sm_scale: float | None
+    logits_soft_cap: float | None
+    window_left: int
+    return_lse: bool
+
+
+def paged_kv(k_pages: Any, v_pages: Any, kv_layout: str, device: int) -> PagedKv:
+    """Check pages of K and V and view them tokens first.
+
+    Args:
+        k_pages: keys, or FlashInfer's combined `[pages, 2, ...]` if `v_pages` is None.
+        v_pages: values or None.
+        kv_layout: "NHD" or "HND".
+        device: CUDA ordinal.
+
+    Raises:
+        InvalidConfigError: pages that the kernels cannot read in place.
+    """
+    if kv_layout not in ("NHD", "HND"):
+        raise InvalidConfigError(f"kv_layout: got {kv_layout!r}, allowed is 'NHD' or 'HND'")
+    inner = ("page_size", "heads") if kv_layout == "NHD" else ("heads", "page_size")
+    dims = ("pages", *inner, "head_dim")
+    if v_pages is None:
+        combined = ("pages", "2", *inner, "head_dim")
+        both = check("k_pages", k_pages, Wanted(combined, (None, 2, *(None,) * 3), _HALVES, device))
+        k, v = both[:, 0], both[:, 1]
+    else:
+        k = check("k_pages", k_pages, Wanted(dims, (None,) * 4, _HALVES, device))
+        same = Wanted(dims, tuple(k.shape), (dtype_name(k),), device)
+        v = check("v_pages", v_pages, same)
+    for name, pages in (("k_pages", k), ("v_pages", v)):
+        check_aligned(name, pages, 16)
+    if kv_layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if k.shape[3] not in HEAD_DIMS:
+        raise InvalidConfigError(f"head_dim: got {k.shape[3]}, allowed is {HEAD_DIMS}")
+    return PagedKv(k, v)
+
+
+def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -> Any:
+    """Attention of a plan's rows; see `chunkcache.attention.run`.
+
+    Args:
+        plan: the step.
+        q: queries `[rows, num_qo_heads, head_dim]`.
+        kv: from `paged_kv`.
+        options: scale, cap, window, and whether lse is returned.
+        out: where the output goes, or None.
+        lse: where the log-sum-exp goes, or None.
+
+    Raises:
+        InvalidConfigError: an argument that is not allowed.
+        StalePlanError: the plan is closed.
+        KernelError: the kernels could not be built or launched.
+    """
+    device = kv.k.device.index
+    head_dim, num_kv_heads = kv.k.shape[3], kv.k.shape[2]
+    dims = ("rows", "num_qo_heads", "head_dim")
+    queries = Wanted(dims, (plan.num_rows, None, head_dim), (dtype_name(kv.k),), device)
+    q = check("q", q, queries)
+    check_aligned("q", q, 16)
+    torch = sys.modules["torch"]
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = check("out", out, queries._replace(sizes=tuple(q.shape)))
+    check_aligned("out", out, 8)
+    if lse is None and options.return_lse:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if lse is not None:
+        shape = Wanted(dims[:2], tuple(q.shape[:2]), ("float32",), device)
+        lse = check("lse", lse, shape, contiguous=True)
+    if options.window_left < -1:
+        raise InvalidConfigError(
+            f"window_left: got {options.window_left}, allowed is -1 (none) or more"
+        )
+    attention = TppAttention(
+        device,
+        ELEMENTS[dtype_name(q)],
+        q.shape[1],
+        num_kv_heads,
+        head_dim,
+        "sm_90" if limits(device).capability == (9, 0) else "sm_80",
+    )
+    stream = stream_of(device)
+    tables = device_tables(plan, attention, stream)
+    k, v = (
+        Strides(*(stride * x.element_size() for stride in (x.stride(0), x.stride(2), x.stride(1))))
+        for x in kv
+    )
+    launch = attention.launch(
+        tables,
+        Pages(kv.k.data_ptr(), kv.v.data_ptr(), k, v, kv.k.shape[0], kv.k.shape[1]),
+        Operands(
+            q=q.data_ptr(),
+            q_row=q.stride(0),
+            q_head=q.stride(1),
+            out=out.data_ptr(),
+            out_row=out.stride(0),
+            out_head=out.stride(1),
+            lse=0 if lse is None else lse.data_ptr(),
+        ),
+        Scores(
+            head_dim**-0.5 if options.sm_scale is None else options.sm_scale,
+            options.logits_soft_cap or 0.0,
+            options.window_left,
+        ),
+    )
+    launch.run(stream)
+    return (out, lse) if options.return_lse else out
+
+
+def device_tables(plan: Plan, attention: TppAttention, stream: int) -> TppTables:
+    """Return a plan's tables on the device, made at its first use for a head shape.
+
+    Raises:
+        StalePlanError: the plan is closed.
+    """
+    if not plan.is_open:
+        raise StalePlanError("plan: got a closed one, allowed is an open plan")
+    made = _tables.setdefault(plan, {})
+    if attention not in made:
+        tables = plan_tables(plan)
+        costs = DeviceCosts(num_blocks=limits(attention.device).num_multiprocessors)
+        schedule = build_schedule(tables, attention.heads, costs)
+        made[attention] = TppTables(
+            attention.device, tables, schedule, attention.num_qo_heads, attention.head_dim, stream
+        )
+    return made[attention]
+
+
+def plan_tables(plan: Plan) -> PlanTables:
+    """Return a plan's context tables as arrays."""
+    page_size, num_qo_rows, order, sequences, segment_order, segments, page_ids = plan.tables()
+    return PlanTables(
+        page_size=page_size,
+        num_qo_rows=num_qo_rows,
+        order=order,
+        sequences=sequences.reshape(-1, 5),
+        segment_order=segment_order,
+        segments=segments.reshape(-1, 6),
+        page_ids=page_ids,
+    )
+
+
+def write_kv(k: Any, v: Any, slot_mapping: Any, kv: PagedKv) -> None:
+    """Write K and V of new tokens into their slots, converted to the pages' dtype.
+
+    Args:
+        k: keys `[rows, num_kv_heads, head_dim]`, float32, float16 or bfloat16.
+        v: values, shaped as k.
+        slot_mapping: int64 `[rows]`, page * page_size + offset; rows below 0 are left out.
+        kv: from `paged_kv`.
+
+    Raises:
+        InvalidConfigError: an argument that is not allowed.
+    """
+    device = kv.k.device.index
+    dims = ("rows", "num_kv_heads", "head_dim")
+    k = check("k", k, Wanted(dims, (None, *kv.k.shape[2:]), tuple(ELEMENTS), device))
+    v = check("v", v, Wanted(dims, tuple(k.shape), (dtype_name(k),), device))
+    rows = k.shape[0]
+    slots = check(
+        "slot_mapping",
+        slot_mapping,
+        Wanted(("rows",), (rows,), ("int64",), device),
+        contiguous=True,
+    )
+    check_aligned("k", k, 16)
+    check_aligned("v", v, 16)
+    if rows == 0:
+        return
+    params = struct.pack(
+        "<2Q4q2Q6qQ4I",
+        k.data_ptr(),
+        v.data_ptr(),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        kv.k.data_ptr(),
+        kv.v.data_ptr(),
+        *(kv.k.stride(i) * kv.k.element_size() for i in (0, 2, 1)),
+        *(kv.v.stride(i) * kv.v.element_size() for i in (0, 2, 1)),
+        slots.data_ptr(),
+        k.shape[1],
+        k.shape[2],
+        kv.k.shape[1],
+        0,
+    )
+    name = f"write_kv_{ELEMENTS[dtype_name(k)]}_{ELEMENTS[dtype_name(kv.k)]}".lower()
+    Launch(load(find(name), device, 0), rows, 128, 0, params).run(stream_of(device))
+
+
+def merge_state(
+    o_a: Any, lse_a: Any, o_b: Any, lse_b: Any
+) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Merge two states over disjoint keys; see `chunkcache.attention.merge_state`.
+
+    Raises:
+        InvalidConfigError: shapes, dtypes or devices that are not allowed.
+    """
+    device = o_a.device.index
+    dims = ("rows", "num_qo_heads", "head_dim")
+    o_a = check("o_a", o_a, Wanted(dims, (None,) * 3, tuple(ELEMENTS), device), contiguous=True)
+    same = Wanted(dims, tuple(o_a.shape), (dtype_name(o_a),), device)
+    o_b = check("o_b", o_b, same, contiguous=True)
+    sums = Wanted(dims[:2], tuple(o_a.shape[:2]), ("float32",), device)
+    lse_a = check("lse_a", lse_a, sums, contiguous=True)
+    lse_b = check("lse_b", lse_b, sums, contiguous=True)
+    torch = sys.modules["torch"]
+    o, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
+    states = lse.numel()
+    if states:
+        params = struct.pack(
+            "<7Q2I",
+            *(x.data_ptr() for x in (o_a, lse_a, o_b, lse_b, o, lse)),
+            states,
+            o_a.shape[2],
+            0,
+        )
+        name = f"merge_state_{ELEMENTS[dtype_name(o_a)]}".lower()
+        grid = -(-states // 8)
+        Launch(load(find(name), device, 0), grid, 256, 0, params).run(stream_of(device))
+    return o, lse
+
+
+class Arena(NamedTuple):
+    """Our own pages: `[layers, chunks, 2, num_kv_heads, chunk_size, head_dim]`, contiguous."""
+
+    pages: "torch.Tensor"
+
+    def copy_chunk_heads(self, copies: list[tuple[int, int, int]]) -> None:
+        """Copy, in all layers, the first tokens of chunks: `(src, dst, num_tokens)` each.
+
+        Raises:
+            InvalidConfigError: a chunk or a number of tokens beyond the arena's.
+        """
+        layers, chunks, _, heads, chunk_size, head_dim = self.pages.shape
+        for src, dst, num_tokens in copies:
+            if not (0 <= src < chunks and 0 <= dst < chunks and 0 <= num_tokens <= chunk_size):
+                raise InvalidConfigError(
+                    f"copies: got {(src, dst, num_tokens)}, allowed is chunks below {chunks} and up"
+                    f" to {chunk_size} tokens"
+                )
+        if not copies:
+            return
+        torch = sys.modules["torch"]
+        device = self.pages.device.index
+        rows = np.zeros((len(copies), 4), dtype=np.int32)
+        rows[:, :3] = copies
+        on_device = torch.from_numpy(rows).to(self.pages.device)
+        size = self.pages.element_size()
+        params = struct.pack(
+            "<2Q2q4I",
+            self.pages.data_ptr(),
+            on_device.data_ptr(),
+            self.pages.stride(0) * size,
+            self.pages.stride(1) * size,
+            chunk_size * head_dim * size,
+            head_dim * size,
+            2 * heads,
+            0,
+        )
+        function = load(find("copy_chunk"), device, 0)
+        grid = (len(copies), layers * 2 * heads)
+        Launch(function, grid, 128, 0, params).run(stream_of(device))
+        on_device.record_stream(torch.cuda.current_stream(device))

@@ -1,0 +1,107 @@
+"""torch CUDA tensors as addresses and strides, checked. torch is never imported here."""
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from chunkcache.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+#: Element types as the kernels name them.
+ELEMENTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def is_cuda(array: Any) -> bool:
+    """Return whether this is a torch tensor on a CUDA device."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor) and array.is_cuda
+
+
+def device_of(tensor: Any) -> int:
+    """Return the ordinal of a tensor's CUDA device."""
+    return int(tensor.device.index)
+
+
+class Wanted(NamedTuple):
+    """What an argument may be.
+
+    Attributes:
+        dims: names of the dimensions.
+        sizes: their sizes, None where free.
+        dtypes: names of the allowed dtypes.
+        device: CUDA ordinal.
+    """
+
+    dims: tuple[str, ...]
+    sizes: tuple[int | None, ...]
+    dtypes: tuple[str, ...]
+    device: int
+
+    def __str__(self) -> str:
+        """Return what is allowed, for messages."""
+        sizes = (d if s is None else str(s) for d, s in zip(self.dims, self.sizes, strict=True))
+        return f"{' or '.join(self.dtypes)} [{', '.join(sizes)}] on cuda:{self.device}"
+
+
+def dtype_name(tensor: "torch.Tensor") -> str:
+    """Return the name of a tensor's dtype: "float16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check(name: str, tensor: Any, wanted: Wanted, *, contiguous: bool = False) -> "torch.Tensor":
+    """Check a tensor and return it.
+
+    Args:
+        name: the argument's name, for messages.
+        tensor: the argument.
+        wanted: what it may be.
+        contiguous: whether it must be contiguous in all dimensions, not only the innermost.
+
+    Raises:
+        InvalidConfigError: anything else than `wanted`.
+    """
+    if not is_cuda(tensor):
+        kind = getattr(tensor, "device", type(tensor).__name__)
+        raise InvalidConfigError(f"{name}: got {kind}, allowed is {wanted}")
+    found: torch.Tensor = tensor
+    fits = found.dim() == len(wanted.sizes) and all(
+        size in (None, n) for n, size in zip(found.shape, wanted.sizes, strict=True)
+    )
+    if not fits or dtype_name(found) not in wanted.dtypes or found.device.index != wanted.device:
+        raise InvalidConfigError(
+            f"{name}: got {dtype_name(found)} {list(found.shape)} on {found.device},"
+            f" allowed is {wanted}"
+        )
+    strides = found.stride()
+    if contiguous and not found.is_contiguous():
+        raise InvalidConfigError(
+            f"{name}: got strides {strides} in elements, allowed is a contiguous tensor"
+        )
+    if found.numel() and strides[-1] != 1:
+        raise InvalidConfigError(
+            f"{name}: got strides {strides} in elements, allowed is a contiguous innermost"
+            " dimension"
+        )
+    return found
+
+
+def check_aligned(name: str, tensor: "torch.Tensor", num_bytes: int) -> None:
+    """Refuse an address or a stride that is no multiple of so many bytes.
+
+    Raises:
+        InvalidConfigError: the address or a stride does not fit.
+    """
+    size = tensor.element_size()
+    outer = list(zip(tensor.stride(), tensor.shape, strict=True))[:-1]
+    steps = [stride * size for stride, n in outer if n > 1]
+    if tensor.data_ptr() % num_bytes or any(step % num_bytes for step in steps):
+        raise InvalidConfigError(
+            f"{name}: got address {tensor.data_ptr():#x} and strides {steps} in bytes, allowed is"
+            f" multiples of {num_bytes}"
+        )
+
+
+def stream_of(device: int) -> int:
+    """Return the handle of torch's current stream on a device."""
+    return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)

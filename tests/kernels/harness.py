@@ -1,0 +1,147 @@
+"""Run two-phase attention over a forest on the GPU and compare with float64."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from chunkcache.kernels.params import Operands, Scores, Strides
+from chunkcache.kernels.schedule import DeviceCosts, build_schedule
+from chunkcache.kernels.tpp import Pages, TppAttention, TppTables
+
+from .trees import Node, build, error, reference
+
+TORCH_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+TOLERANCE = {"F16": 1e-3, "BF16": 8e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    roots: list[Node]
+    num_qo_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    element: str = "F16"
+    page_size: int = 64
+    layout: str = "HND"
+    path: str = "sm_90"
+    padding: int = 0
+    logits_soft_cap: float = 0.0
+    window_left: int = -1
+    num_blocks: int = 132
+    seed: int = 0
+
+
+@dataclass
+class Answer:
+    """What a run gave, beside the reference."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    ref_out: torch.Tensor
+    ref_lse: torch.Tensor
+
+    @property
+    def out_error(self) -> float:
+        return error(self.out, self.ref_out)
+
+    @property
+    def lse_error(self) -> float:
+        if not torch.equal(torch.isneginf(self.lse), torch.isneginf(self.ref_lse)):
+            return float("inf")
+        difference = (self.lse.double() - self.ref_lse).abs()
+        return float(torch.where(torch.isneginf(self.ref_lse), 0.0, difference).max())
+
+
+def paged(
+    layout: str, pages: int, page_size: int, heads: int, d: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as views `[pages, page_size, heads, d]` of a cache of some layout, full of NaN."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+    if layout == "HND":
+        both = empty(pages, 2, heads, page_size, d)
+        return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
+    if layout == "NHD":
+        return empty(pages, page_size, heads, d), empty(pages, page_size, heads, d)
+    both = empty(pages, 2, page_size, heads, d)
+    return both[:, 0], both[:, 1]
+
+
+def run(case: Case, repeats: int = 1) -> Answer:
+    """Random inputs, poisoned outputs and unused K/V; the last of `repeats` equal launches."""
+    rng = np.random.default_rng(case.seed)
+    torch.manual_seed(case.seed)
+    dtype = TORCH_TYPES[case.element]
+    needed = _pages(case.roots, case.page_size)
+    num_pages = needed + 3
+    forest = build(case.roots, case.page_size, num_pages, rng, case.padding)
+    k, v = paged(case.layout, num_pages, case.page_size, case.num_kv_heads, case.head_dim, dtype)
+    for position, path in enumerate(forest.paths):
+        kv_len = int(forest.tables.sequences[forest.tables.order[position], 3])
+        for index, page in enumerate(path):
+            here = min(kv_len - index * case.page_size, case.page_size)
+            if here > 0:
+                shape = (here, case.num_kv_heads, case.head_dim)
+                k[page, :here] = torch.randn(shape, device="cuda").to(dtype)
+                v[page, :here] = torch.randn(shape, device="cuda").to(dtype)
+    rows = forest.tables.num_qo_rows
+    # Rows of a wider tensor: q and the output are strided.
+    q = torch.randn(rows, case.num_qo_heads + 1, case.head_dim, device="cuda").to(dtype)[:, 1:]
+    out = torch.full_like(q, float("nan"))
+    lse = torch.full((rows, case.num_qo_heads), float("nan"), device="cuda")
+    device = torch.cuda.current_device()
+    stream = torch.cuda.current_stream().cuda_stream
+    attention = TppAttention(
+        device, case.element, case.num_qo_heads, case.num_kv_heads, case.head_dim, case.path
+    )
+    schedule = build_schedule(
+        forest.tables, attention.heads, DeviceCosts(num_blocks=case.num_blocks)
+    )
+    tables = TppTables(device, forest.tables, schedule, case.num_qo_heads, case.head_dim, stream)
+    scale = case.head_dim**-0.5
+    k_strides, v_strides = (
+        Strides(page=x.stride(0) * 2, head=x.stride(2) * 2, token=x.stride(1) * 2) for x in (k, v)
+    )
+    launch = attention.launch(
+        tables,
+        Pages(k.data_ptr(), v.data_ptr(), k_strides, v_strides, num_pages, case.page_size),
+        Operands(
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            lse.data_ptr(),
+        ),
+        Scores(scale, case.logits_soft_cap, case.window_left),
+    )
+    for _ in range(repeats):
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        launch.run(stream)
+    torch.cuda.synchronize()
+    ref_out, ref_lse = reference(
+        forest,
+        q,
+        k,
+        v,
+        sm_scale=scale,
+        logits_soft_cap=case.logits_soft_cap,
+        window_left=case.window_left,
+    )
+    return Answer(out, lse, ref_out, ref_lse)
+
+
+def _pages(roots: list[Node], page_size: int) -> int:
+    total, stack = 0, list(roots)
+    while stack:
+        node = stack.pop()
+        total += -(-node.num_tokens // page_size)
+        stack += node.children
+    return total
