@@ -67,6 +67,8 @@ def demo(
         from chunkcache.cli.demo.serve import serve_both_ways
 
         inputs = load_inputs(prompt, questions)
+        # Before the work, so that a folder that cannot be made is known at once.
+        output.parent.mkdir(parents=True, exist_ok=True)
         result = serve_both_ways(inputs, model, max_tokens, console)
         draw_plot(result, output)
     except (ChunkCacheError, ModuleNotFoundError, OSError, UnicodeDecodeError) as error:

@@ -177,13 +177,14 @@ class LLM:
                 self._engine.add(requests)
                 while unfinished:
                     self._engine.step()
+                    # Before the pieces are taken: another thread's step may add the last ones.
+                    left = [request for request in unfinished if not request.finished]
                     for request in unfinished:
                         while request.pieces:
                             num_tokens += 1
                             yield request.pieces.popleft()
                         if request.error is not None:
                             raise request.error
-                    left = [request for request in unfinished if not request.finished]
                     bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
                     bar.update(len(unfinished) - len(left))
                     unfinished = left

@@ -26,7 +26,6 @@ def draw_plot(result: DemoResult, path: Path) -> None:
     for column, key in enumerate(_BARS):
         _draw_bars(picture.add_subplot(grid[0, column]), by_key[key], result)
     _draw_timeline(picture.add_subplot(grid[1, :]), result)
-    path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path, dpi=120, format="png")
 
 
