@@ -155,11 +155,14 @@ impl Planner {
             && self.members.iter().zip(queries).all(|(old, new)| old.sequence == new.sequence);
         if same_batch {
             self.find_growths(tree, queries)?;
-            self.begin_step(queries);
+            let rows = self.members.iter().map(|member| member.row);
+            self.image.begin_step(rows.zip(queries.iter().map(|query| query.kv_len)));
             self.grow(tree);
         } else {
             self.find_structure(tree, queries)?;
-            self.begin_step(queries);
+            let row =
+                |query: &Query| Some((self.sequence_rows.get(&query.sequence)?, query.kv_len));
+            self.image.begin_step(queries.iter().filter_map(row));
             self.restructure(tree, queries);
             self.structure_version = Some(tree.structure_version());
         }
@@ -171,12 +174,6 @@ impl Planner {
         }
         self.image.set_num_qo_rows(num_qo_rows);
         Ok(())
-    }
-
-    fn begin_step(&mut self, queries: &[Query]) {
-        let rows = &self.sequence_rows;
-        let lengths = queries.iter().map(|query| (rows.get(&query.sequence), query.kv_len));
-        self.image.begin_step(lengths.filter_map(|(row, kv_len)| Some((row?, kv_len))));
     }
 
     /// Lists the leaves that grew, and checks that there is room for what they gained.
