@@ -404,6 +404,37 @@ class TestRefusals:
         ):
             cache.write_kv(0, rows, rows, plan)
 
+    def test_a_plan_of_another_cache_is_not_committed(self) -> None:
+        (cache, _), (other, _) = make(), make()
+        with other.plan([other.insert([1]).seq]) as plan:
+            with pytest.raises(InvalidConfigError, match="plan: got a plan of something else"):
+                cache.commit(plan)
+            assert plan.is_open
+
+    @pytest.mark.parametrize("plan", [None, 3, "plan"])
+    def test_what_is_no_plan_is_refused_by_name(self, plan) -> None:
+        cache, _ = make()
+        rows = np.zeros((1, 2, 8), np.float32)
+        for call in (
+            lambda: cache.write_kv(0, rows, rows, plan),
+            lambda: cache.attend(0, rows, plan),
+            lambda: cache.commit(plan),
+        ):
+            with pytest.raises(InvalidConfigError, match=r"plan: got .*allowed is a Plan"):
+                call()
+
+    def test_a_step_that_was_committed_without_a_write_can_be_shared(self) -> None:
+        cache, _ = make()
+        with cache.plan([cache.insert(range(20)).seq], [0, 20]) as plan:
+            cache.commit(plan)
+        assert cache.insert([*range(18), 99]).num_copied_tokens == 2
+
+    def test_nothing_is_read_before_anything_is_written(self) -> None:
+        cache, _ = make()
+        seq = cache.insert([1]).seq
+        with pytest.raises(InvalidConfigError, match="nothing was written"):
+            cache.read_kv(0, seq, 0, 1)
+
     @pytest.mark.parametrize("how", ["commit", "close"])
     def test_a_closed_plan_is_stale(self, how: str) -> None:
         cache, kv = make()
@@ -444,8 +475,8 @@ class TestRefusals:
         assert cache.sequence(seq) == before
         finish(cache, kv, (seq, range(5)))
 
-    @pytest.mark.parametrize(("begin", "end"), [(0, 6), (3, 2), (-1, 2)])
-    def test_positions_outside_a_sequence_are_not_read(self, begin: int, end: int) -> None:
+    @pytest.mark.parametrize(("begin", "end"), [(0, 6), (3, 2), (-1, 2), ("a", 2), (0, 1.5)])
+    def test_positions_outside_a_sequence_are_not_read(self, begin, end) -> None:
         cache, kv = make()
         seq = cache.insert(range(5)).seq
         finish(cache, kv, (seq, range(5)))
@@ -510,7 +541,7 @@ class TestThreads:
         def count() -> None:
             while not stop.is_set():
                 counted[0] += 1
-                time.sleep(0)
+                time.sleep(0.001)
 
         thread = threading.Thread(target=count)
         interval = sys.getswitchinterval()

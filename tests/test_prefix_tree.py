@@ -1,9 +1,10 @@
-"""The tree without K/V: what issue-independent rules every scheduler relies on."""
+"""The tree without K/V: the rules that a scheduler relies on."""
 
 import threading
 
 import numpy as np
 import pytest
+import torch
 
 from chunkcache import (
     InvalidConfigError,
@@ -151,6 +152,35 @@ class TestHandles:
     def test_what_is_no_handle_is_refused_by_name(self, bad) -> None:
         with pytest.raises(InvalidConfigError, match=r"seq: got .*, allowed is a handle"):
             PrefixTree(4).remove(bad)
+
+
+class TestCommit:
+    @pytest.mark.parametrize(
+        ("seqs", "num_tokens", "name"),
+        [
+            ([0, 0], [1, 1], r"seqs\[1\]"),
+            ([0], [6], r"num_tokens\[0\]"),
+            ([0], [0], r"num_tokens\[0\]"),
+            ([0], [-1], r"num_tokens\[0\]"),
+            ([0], [1, 2], "num_tokens"),
+            (0, [1], "seqs"),
+            ([0], 1, "num_tokens"),
+        ],
+    )
+    def test_what_cannot_be_written_is_refused_by_name(self, seqs, num_tokens, name) -> None:
+        tree = PrefixTree(8, chunk_size=4)
+        seq = tree.insert(range(5)).seq
+        before = snapshot(tree, seq)
+        seqs = [seq] * len(seqs) if seqs else seqs
+        with pytest.raises(InvalidConfigError, match=rf"{name}: got .*, allowed is"):
+            tree.commit(seqs, num_tokens)
+        assert snapshot(tree, seq) == before
+
+    def test_a_sharer_cannot_be_written_before_what_it_shares(self) -> None:
+        tree = PrefixTree(8, chunk_size=4)
+        _writer, sharer = (tree.insert(range(6)).seq for _ in range(2))
+        with pytest.raises(InvalidConfigError, match=r"seqs\[0\]: got .* are not written"):
+            tree.commit([sharer], [2])
 
 
 class TestEviction:
@@ -379,9 +409,25 @@ class TestTokens:
         seq = tree.insert(np.arange(12).astype(dtype)[::-2]).seq
         assert list(tree.tokens(seq)) == [11, 9, 7, 5, 3, 1]
 
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+    def test_tensors_of_integers_are_taken(self, dtype: torch.dtype) -> None:
+        tree = PrefixTree(8, chunk_size=4)
+        seq = tree.insert(torch.arange(6, dtype=dtype)).seq
+        assert list(tree.tokens(seq)) == list(range(6))
+
+    @pytest.mark.parametrize("token", [7, np.int64(7), np.array(7), torch.tensor(7)])
+    def test_one_token_may_be_any_integer(self, token) -> None:
+        tree = PrefixTree(8, chunk_size=4)
+        seq = tree.insert([1]).seq
+        tree.append(seq, token)
+        assert list(tree.tokens(seq)) == [1, 7]
+
     @pytest.mark.parametrize(
         "bad",
         [
+            torch.zeros(3),
+            torch.zeros((2, 2), dtype=torch.int64),
+            torch.zeros(3, dtype=torch.int64, device="meta"),
             "text",
             3,
             None,
@@ -415,11 +461,17 @@ class TestConstruction:
             ({"capacity": 8, "chunk_size": 0}, "chunk_size"),
             ({"capacity": 8, "chunk_size": -4}, "chunk_size"),
             ({"capacity": 8, "chunk_size": 1.5}, "chunk_size"),
+            ({"capacity": 8, "enable_prefix_sharing": 1}, "enable_prefix_sharing"),
         ],
     )
     def test_sizes_that_are_not_allowed_are_refused_by_name(self, arguments, name) -> None:
         with pytest.raises(InvalidConfigError, match=f"{name}: got .*, allowed is"):
             PrefixTree(**arguments)
+
+    def test_the_largest_pool_can_be_planned(self) -> None:
+        tree = PrefixTree(2**32 - 2)
+        with tree.plan([tree.insert([1]).seq]) as plan:
+            assert plan.positions.tolist() == [0]
 
     @pytest.mark.parametrize("chunk_size", [1, 7, 1000])
     def test_any_chunk_size_works_without_kv(self, chunk_size: int) -> None:

@@ -5,6 +5,7 @@ in place. torch is never imported here: a tensor can only come from a caller who
 """
 
 import math
+import operator
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
@@ -137,6 +138,17 @@ def check_dtype(name: str, dtype: Any) -> str:
     found = dtype_name(dtype)
     if found not in ITEM_SIZES:
         raise InvalidConfigError(f"{name}: got {found}, allowed is {' or '.join(ITEM_SIZES)}")
+    return found
+
+
+def index(name: str, value: Any) -> int:
+    """Return an integer of 0 or more as a plain int."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise InvalidConfigError(f"{name}: got {value!r}, allowed is an integer of 0 or more")
     return found
 
 

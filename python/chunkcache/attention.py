@@ -131,6 +131,7 @@ def run(
         InvalidConfigError: an argument that is not allowed.
         StalePlanError: the plan is closed.
     """
+    check_plan(plan)
     if tensors.is_cuda(q):
         if sharing != "auto" or isa is not None:
             given = f"sharing={sharing!r}, isa={isa!r}"
@@ -262,6 +263,12 @@ def lse_to_heads_first(lse: Any) -> Any:
 def lse_from_heads_first(lse: Any) -> Any:
     """Convert vLLM's `[num_qo_heads, rows]` to contiguous `[rows, num_qo_heads]`."""
     return _transposed(lse)
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what is not a plan."""
+    if not isinstance(plan, Plan):
+        raise InvalidConfigError(f"plan: got {type(plan).__name__}, allowed is a Plan")
 
 
 class Arrays(NamedTuple):

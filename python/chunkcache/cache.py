@@ -19,7 +19,7 @@ from chunkcache._core import (
     TruncateResult,
 )
 from chunkcache._types import Isa, Sharing, Tokens
-from chunkcache.attention import outputs
+from chunkcache.attention import check_plan, outputs
 from chunkcache.errors import InvalidConfigError
 
 
@@ -216,6 +216,7 @@ class ChunkCache:
             InvalidConfigError: a layer, shape, dtype or device that is not allowed.
             StalePlanError: the plan is closed.
         """
+        check_plan(plan)
         rows = self._kv_rows(plan.num_rows)
         self._host.write_kv(layer, view("k", k, rows), view("v", v, rows), plan)
         self._kind = k[:0]
@@ -239,11 +240,13 @@ class ChunkCache:
                 written.
             UnknownSequenceError: no such sequence.
         """
+        begin, end = _arrays.index("begin", begin), _arrays.index("end", end)
         if end < begin:
             raise InvalidConfigError(f"end: got {end}, allowed is begin = {begin} or more")
+        if self._kind is None:
+            raise InvalidConfigError("seq: got a sequence of a cache to which nothing was written")
         shape = (end - begin, self.num_kv_heads, self.head_dim)
-        kind = np.empty(0, dtype=self.dtype) if self._kind is None else self._kind
-        k, v = _arrays.empty_like(kind, shape), _arrays.empty_like(kind, shape)
+        k, v = _arrays.empty_like(self._kind, shape), _arrays.empty_like(self._kind, shape)
         rows = self._kv_rows(end - begin)
         self._host.read_kv(layer, seq, begin, view("k", k, rows), view("v", v, rows))
         return k, v
@@ -294,6 +297,7 @@ class ChunkCache:
             InvalidConfigError: an argument that is not allowed.
             StalePlanError: the plan is closed.
         """
+        check_plan(plan)
         queries = Expected(
             ("rows", "num_qo_heads", "head_dim"),
             (plan.num_rows, None, self.head_dim),
@@ -315,9 +319,10 @@ class ChunkCache:
 
         Raises:
             StalePlanError: the plan is closed, or an earlier one was closed without a commit.
-            InvalidConfigError: an earlier plan is still open.
+            InvalidConfigError: an earlier plan is still open, or it is not a plan of this cache.
         """
-        return plan.commit().inherited
+        check_plan(plan)
+        return self._host.commit(plan).inherited
 
     def _kv_rows(self, rows: int) -> Expected:
         sizes = (rows, self.num_kv_heads, self.head_dim)

@@ -81,6 +81,11 @@ pub fn num_threads(object: Object<'_, '_>) -> PyResult<Option<usize>> {
     (!object.is_none()).then(|| size("num_threads", object)).transpose()
 }
 
+/// Whether equal prefixes are stored once.
+pub fn enable_prefix_sharing(object: Object<'_, '_>) -> PyResult<bool> {
+    object.extract().map_err(|_| refused("enable_prefix_sharing", object, "True or False"))
+}
+
 /// Tokens per chunk.
 pub fn chunk_size(object: Object<'_, '_>) -> PyResult<usize> {
     size("chunk_size", object)

@@ -12,6 +12,7 @@ use crate::args::{self, IntoPython};
 use crate::arrays::{View, dtype_from_name};
 use crate::options::{Options, workers};
 use crate::plan::PyPlan;
+use crate::results::Committed;
 use crate::shared::{Shared, Store};
 use crate::tree::PyPrefixTree;
 
@@ -43,7 +44,7 @@ impl HostCache {
         #[pyo3(from_py_with = args::optional_capacity)] capacity: Option<usize>,
         #[pyo3(from_py_with = args::capacity_bytes)] capacity_bytes: Option<usize>,
         #[pyo3(from_py_with = args::num_threads)] num_threads: Option<usize>,
-        enable_prefix_sharing: bool,
+        #[pyo3(from_py_with = args::enable_prefix_sharing)] enable_prefix_sharing: bool,
     ) -> PyResult<Self> {
         let dtype = dtype_from_name("dtype", dtype).into_python(py)?;
         let sizes = KvConfig { num_layers, num_kv_heads, head_dim, chunk_size, dtype, capacity: 1 };
@@ -83,6 +84,12 @@ impl HostCache {
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> usize {
         py.detach(|| self.reading().allocated_bytes())
+    }
+
+    /// Commit a plan of this cache.
+    fn commit(&self, py: Python<'_>, plan: &PyPlan) -> PyResult<Committed> {
+        plan.check_is_of(&self.shared).into_python(py)?;
+        plan.commit(py)
     }
 
     /// Write rows `[rows, num_kv_heads, head_dim]` of one layer to the slots of a plan.

@@ -276,7 +276,7 @@ impl PyPlan {
     /// Raises:
     ///     StalePlanError: the plan is closed, or an earlier one was closed without a commit.
     ///     InvalidConfigError: an earlier plan is still open, or the plan is not one of a tree.
-    fn commit(&self, py: Python<'_>) -> PyResult<Committed> {
+    pub fn commit(&self, py: Python<'_>) -> PyResult<Committed> {
         if self.shared.is_none() {
             let given = "a plan over block tables";
             return Err(Error::invalid("plan", given, "a plan of a tree")).into_python(py);

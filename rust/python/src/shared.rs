@@ -40,7 +40,13 @@ impl State {
     pub fn copy(&self, copies: &[CopyChunk]) -> Result<()> {
         let Some(store) = self.store.as_ref().filter(|_| !copies.is_empty()) else { return Ok(()) };
         let mut kv = store.kv.write().unwrap_or_else(PoisonError::into_inner);
-        copies.iter().try_for_each(|copy| kv.copy_chunk_head(copy.src, copy.dst, copy.num_tokens))
+        for copy in copies {
+            // A step may be committed without ever writing; its K/V is anything then.
+            if kv.has_memory(copy.src) {
+                kv.copy_chunk_head(copy.src, copy.dst, copy.num_tokens)?;
+            }
+        }
+        Ok(())
     }
 
     /// Begins a step, with tables of its own: the ones of an earlier step if that is closed, so that
@@ -70,7 +76,8 @@ impl State {
     /// The usual capacities of tables, or larger ones for a larger batch.
     fn limits(&self, num_sequences: usize) -> Limits {
         let page_size = self.tree.chunk_size() as u32;
-        let num_chunks = u32::try_from(self.tree.stats().capacity).unwrap_or(u32::MAX);
+        // The tables of one step name far fewer chunks than a pool of this many has.
+        let num_chunks = self.tree.stats().capacity.min(1 << 26) as u32;
         let usual = Planner::default_limits(page_size, num_chunks);
         if num_sequences <= usual.max_sequences as usize {
             return usual;
@@ -102,12 +109,15 @@ impl State {
 #[derive(Debug)]
 pub struct Shared {
     state: Mutex<State>,
+    /// Whether operations copy K/V, and so may have to wait until attention has read it.
+    has_store: bool,
 }
 
 impl Shared {
     /// A tree, with the K/V of its chunks or without.
     pub fn new(tree: PrefixTree, store: Option<Arc<Store>>) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::new(State { tree, planners: Vec::new(), store }) })
+        let has_store = store.is_some();
+        Arc::new(Self { state: Mutex::new(State { tree, planners: Vec::new(), store }), has_store })
     }
 
     /// Runs an operation on the tree. `is_long` says whether it may take long enough for other
@@ -122,6 +132,16 @@ impl Shared {
             return operation(&mut state).into_python(py);
         }
         py.detach(|| self.lock().map(|mut state| operation(&mut state)))?.into_python(py)
+    }
+
+    /// As [`Self::with`], for an operation that may copy K/V.
+    pub fn with_copies<T: Send>(
+        &self,
+        py: Python<'_>,
+        is_long: bool,
+        operation: impl FnOnce(&mut State) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        self.with(py, is_long || self.has_store, operation)
     }
 
     fn lock(&self) -> PyResult<MutexGuard<'_, State>> {

@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 use chunkcache::error::Error;
 use pyo3::buffer::{ElementType, PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString, PyTuple};
 
@@ -32,10 +33,18 @@ impl Tokens {
         if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
             return from_iterable(name, object).map(Self::Converted);
         }
+        let py = object.py();
         let Ok(buffer) = PyUntypedBuffer::get(object) else {
+            // Tensors and series have no buffer, but an array, in place where they can.
+            if object.hasattr(intern!(py, "__array__"))? {
+                let array = object.call_method0(intern!(py, "__array__"));
+                let array = array.map_err(|_| refused(name, object, ALLOWED_TOKENS))?;
+                if PyUntypedBuffer::get(&array).is_ok() {
+                    return Self::from_python(name, &array);
+                }
+            }
             return from_iterable(name, object).map(Self::Converted);
         };
-        let py = object.py();
         if buffer.dimensions() != 1 {
             let given = format!("an array of {} dimensions", buffer.dimensions());
             return Err(to_python(py, Error::invalid(name, given, ALLOWED_TOKENS)));

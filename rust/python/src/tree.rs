@@ -57,7 +57,7 @@ impl PyPrefixTree {
         py: Python<'_>,
         #[pyo3(from_py_with = args::capacity)] capacity: usize,
         #[pyo3(from_py_with = args::chunk_size)] chunk_size: usize,
-        enable_prefix_sharing: bool,
+        #[pyo3(from_py_with = args::enable_prefix_sharing)] enable_prefix_sharing: bool,
     ) -> PyResult<Self> {
         let config = TreeConfig { enable_prefix_sharing, ..TreeConfig::new(capacity, chunk_size) };
         let tree = PrefixTree::new(config).into_python(py)?;
@@ -120,7 +120,7 @@ impl PyPrefixTree {
         #[pyo3(from_py_with = args::cache_salt)] cache_salt: &str,
     ) -> PyResult<InsertResult> {
         let tokens = tokens.as_slice();
-        let inserted = self.shared.with(py, tokens.len() > LONG, |state| {
+        let inserted = self.shared.with_copies(py, tokens.len() > LONG, |state| {
             let inserted = state.tree.insert(tokens, cache_salt.as_bytes())?;
             state.copy(inserted.copy.as_slice())?;
             Ok(inserted)
@@ -221,7 +221,7 @@ impl PyPrefixTree {
         py: Python<'_>,
         #[pyo3(from_py_with = args::seq)] seq: SeqHandle,
     ) -> PyResult<ForkResult> {
-        let forked = self.shared.with(py, false, |state| {
+        let forked = self.shared.with_copies(py, false, |state| {
             let forked = state.tree.fork(seq)?;
             state.copy(forked.copy.as_slice())?;
             Ok(forked)
@@ -248,7 +248,7 @@ impl PyPrefixTree {
         #[pyo3(from_py_with = args::seq)] seq: SeqHandle,
         #[pyo3(from_py_with = args::num_tokens)] num_tokens: usize,
     ) -> PyResult<TruncateResult> {
-        let truncated = self.shared.with(py, false, |state| {
+        let truncated = self.shared.with_copies(py, false, |state| {
             let truncated = state.tree.truncate(seq, num_tokens)?;
             state.copy(truncated.copy.as_slice())?;
             Ok(truncated)
@@ -301,8 +301,8 @@ impl PyPrefixTree {
             return Err(error).into_python(py);
         }
         let batch: Vec<(SeqHandle, u32)> = seqs.into_iter().zip(num_tokens).collect();
-        let committed = self.shared.with(py, false, |state| {
-            let committed = state.tree.commit(&batch)?;
+        let committed = self.shared.with_copies(py, false, |state| {
+            let committed = state.tree.commit(&batch).map_err(with_names_of_commit)?;
             state.copy(&committed.copies)?;
             Ok(committed)
         })?;
@@ -461,4 +461,14 @@ impl PyPrefixTree {
     fn __repr__(&self) -> String {
         format!("PrefixTree(capacity={}, chunk_size={})", self.capacity, self.chunk_size)
     }
+}
+
+/// Names the arguments of `commit` in an error of the step that it stands for.
+fn with_names_of_commit(mut error: Error) -> Error {
+    if let Error::InvalidConfig { argument, .. } | Error::UnknownSequence { argument, .. } =
+        &mut error
+    {
+        *argument = argument.replace("batch", "seqs").replace("qo_len", "num_tokens");
+    }
+    error
 }

@@ -192,6 +192,11 @@ impl HostKv {
         Ok(())
     }
 
+    /// Whether memory was taken for a chunk: it, or one near it, was written before.
+    pub fn has_memory(&self, chunk: u32) -> bool {
+        self.plane(0, chunk, 0).is_some()
+    }
+
     /// The address of one head's K of a chunk in one layer; V lies
     /// [`KvLayout::plane_bytes`] behind it. `None` if the memory was never written.
     pub(crate) fn plane(&self, layer: usize, chunk: u32, head: usize) -> Option<*const u8> {
