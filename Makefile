@@ -93,6 +93,6 @@ dist-check: $(STAMPS)/tools ## Build the sdist and a wheel from it, and try that
 
 .PHONY: clean
 clean: ## Remove everything that was made
-	rm -rf $(VENV) target dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) target rust/core/target dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f python/chunkcache/_core*.so
 	find python tests -name __pycache__ -prune -exec rm -rf {} +
