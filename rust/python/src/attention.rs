@@ -17,7 +17,7 @@ use crate::plan::PyPlan;
 /// Somebody else's integers, contiguous int64.
 type Indices = PyBuffer<i64>;
 
-fn slice<'a>(indices: &'a Indices) -> &'a [i64] {
+fn slice(indices: &Indices) -> &[i64] {
     // SAFETY: the export keeps the array in place; it was made for this call.
     indices.as_slice_ptr().map_or(&[], |slice| unsafe { slice.as_ref() })
 }

@@ -16,8 +16,8 @@ use crate::shared::{LONG, Shared};
 /// Whose tables they are.
 #[derive(Debug)]
 enum Tables {
-    Tree(Planner),
-    Blocks(BlockTablePlanner),
+    Tree(Box<Planner>),
+    Blocks(Box<BlockTablePlanner>),
 }
 
 /// An open plan and its tables.
@@ -135,12 +135,12 @@ impl PyPlan {
     ) -> PyResult<Self> {
         let (plan, planner) =
             shared.with(py, batch.len() > LONG, |state| state.begin_plan(batch, qo_indptr))?;
-        Ok(Self::new(plan, Tables::Tree(planner), Some(Arc::clone(shared))))
+        Ok(Self::new(plan, Tables::Tree(Box::new(planner)), Some(Arc::clone(shared))))
     }
 
     /// A step of somebody else's paged cache.
     pub fn over_blocks(planner: BlockTablePlanner, plan: Plan) -> Self {
-        Self::new(plan, Tables::Blocks(planner), None)
+        Self::new(plan, Tables::Blocks(Box::new(planner)), None)
     }
 
     /// Runs `work` on the tables and the slots, for a thread without the GIL; closing the plan
@@ -196,7 +196,7 @@ impl PyPlan {
                 End::Abort => state.tree.abort_step(step)?,
             };
             if let Some(Open { tables: Tables::Tree(planner), .. }) = open.take() {
-                state.keep_planner(planner);
+                state.keep_planner(*planner);
             }
             state.copy(&committed.copies)?;
             Ok(Some(committed))
