@@ -25,6 +25,7 @@ constexpr u32 COLUMN_BYTES = 128;   // width of one swizzled box
 constexpr u32 BOX_BYTES = KEYS * COLUMN_BYTES;
 constexpr u32 MAX_STAGES = 24;
 constexpr u32 ITEM_SLOTS = 4;
+constexpr u32 TAKE_NEXT_AT = 8;      // copies of an item left when the next is taken
 
 template <u32 D>
 struct Shape {

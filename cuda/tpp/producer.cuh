@@ -194,9 +194,6 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
 #endif
   if (lane == 0) atomicAdd(p.queue + 2, 1u);
   while (index < num_items) {
-    u32 next = 0;
-    if (lane == 0) next = gridDim.x + atomicAdd(p.queue, 1u);
-
     Item item;
     u32* fields = reinterpret_cast<u32*>(&item);
 #pragma unroll
@@ -223,7 +220,17 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
     slot.advance(1, ITEM_SLOTS);
 
     const u32 inline_page = __shfl_sync(~0u, word, ITEM_HEAD_WORDS + lane % ITEM_PAGES);
+    // The next item is taken when few copies of this one are left: early enough to be there in time,
+    // late enough that a long item's block does not take work that others wait for.
+    u32 next = 0;
+    u32 left = (range.end_block - range.first_block) * item.num_heads;
+    const u32 take_at = min(left, TAKE_NEXT_AT);
+    const auto take = [&] {
+      if (lane == 0) next = gridDim.x + atomicAdd(p.queue, 1u);
+    };
+    if (left == 0) take();
     for_each_stage(p, item, range, inline_page, lane, [&](const StageSource& from, u32 head) {
+      if (left-- == take_at) take();
       ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]), stage.phase ^ 1);
       // The slot's fill before this one has landed and was read: from here on the parity of its
       // barrier is unambiguous, also to a warp that did not take part in that fill.

@@ -144,6 +144,7 @@ def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -
             options.logits_soft_cap or 0.0,
             options.window_left,
         ),
+        overlap=True,
     )
     launch.run(stream)
     return (out, lse) if options.return_lse else out

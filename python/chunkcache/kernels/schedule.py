@@ -1,8 +1,8 @@
 """Work items: how a plan's segments are cut for the multiprocessors of one device.
 
 A plan says which sequences cover which pages. The kernel (`cuda/tpp_attention.cuh`) wants a list of
-items of about equal cost, largest first: a slice of a segment's pages, a run of K/V heads, a tile
-of query rows. Each slice leaves one partial state per row and head, so the cut is a balance:
+items of about equal cost, shared segments first: a slice of a segment's pages, a run of K/V heads, a
+tile of query rows. Each slice leaves one partial state per row and head, so the cut is a balance:
 enough items to fill the device, few enough that their partials do not cost more than they save.
 
 The tables depend on the plan's structure only, not on its lengths: a private segment's last slice
@@ -54,6 +54,8 @@ class PlanTables:
 class DeviceCosts:
     """Measured constants of one device, in the time of one key of one head at full bandwidth.
 
+    The defaults are an H200's, from the sweep that `cuda/NOTES.md` records.
+
     Attributes:
         num_blocks: blocks of the persistent grid, one a multiprocessor.
         item: what an item costs beside its keys.
@@ -62,8 +64,8 @@ class DeviceCosts:
     """
 
     num_blocks: int = 132
-    item: float = 128.0
-    row_tile: float = 0.22
+    item: float = 300.0
+    row_tile: float = 0.3
     partial_row: float = 2.0
 
 
@@ -103,7 +105,7 @@ class Schedule:
     """What the kernel reads beside the plan's own rows.
 
     Attributes:
-        items: `[n, 32]` (`ItemRow` in `cuda/params.h`), most expensive first.
+        items: `[n, 32]` (`ItemRow` in `cuda/params.h`), shared segments first.
         tokens: `[tokens, 4]` q_row, seq, merge_begin, num_partials; depth-first order.
         merges: `[entries, 2]` slot base and stride per K/V head, in split order per token.
         pad_rows: output rows that no key reaches.
@@ -150,7 +152,7 @@ def build_schedule(plan: PlanTables, heads: Heads, costs: DeviceCosts | None = N
     page_stride = max(STAGE_KEYS // plan.page_size, 1) * plan.page_size
     slice_keys = _choose_slices(tiles, heads, costs, page_stride)
 
-    items: list[tuple[float, list[int]]] = []
+    items: list[tuple[bool, float, list[int]]] = []
     entries: list[tuple[int, int, int, int]] = []  # token range, slot base, stride
     slots = 0
     for tile, keys in zip(tiles, slice_keys, strict=True):
@@ -171,6 +173,7 @@ def build_schedule(plan: PlanTables, heads: Heads, costs: DeviceCosts | None = N
                 slot = slots + kv_head * tile.rows
                 items.append(
                     (
+                        tile.seq != NONE,
                         cost,
                         [
                             first_id,
@@ -199,8 +202,8 @@ def build_schedule(plan: PlanTables, heads: Heads, costs: DeviceCosts | None = N
     tokens, merges = _merge_tables(entries, num_tokens, heads.group)
     tokens[:, 0] = q_row
     tokens[:, 1] = seq_of
-    items.sort(key=lambda item: -item[0])
-    table = np.array([words for _, words in items], dtype=np.uint32).reshape(-1, ITEM_WORDS)
+    items.sort(key=_turn)
+    table = np.array([words for _, _, words in items], dtype=np.uint32).reshape(-1, ITEM_WORDS)
     _finish_alone(table, tokens)
     if len(table) <= costs.num_blocks:
         _share_merging(table, tokens)
@@ -213,7 +216,7 @@ def build_schedule(plan: PlanTables, heads: Heads, costs: DeviceCosts | None = N
         merges=merges,
         pad_rows=np.flatnonzero(~named).astype(np.uint32),
         num_slots=slots,
-        makespan=_makespan([cost for cost, _ in items], costs.num_blocks),
+        makespan=_makespan([cost for _, cost, _ in items], costs.num_blocks),
     )
 
 
@@ -314,13 +317,16 @@ def _choose_slices(
             if key in tried:
                 continue
             tried.add(key)
-            costs_of = []
+            costs_of: list[tuple[bool, float]] = []
             for tile, keys in zip(tiles, slices, strict=True):
                 runs = _head_runs(tile, heads, min(keys, tile.keys))
                 for start in range(0, max(tile.keys, 1), keys):
                     here = min(keys, tile.keys - start)
-                    costs_of += [_item_cost(tile, here, run, costs) for _, run, _ in runs]
-            span = _makespan(costs_of, costs.num_blocks)
+                    costs_of += [
+                        (tile.seq != NONE, _item_cost(tile, here, run, costs)) for _, run, _ in runs
+                    ]
+            costs_of.sort(key=_turn)
+            span = _makespan([cost for _, cost in costs_of], costs.num_blocks)
             if best is None or span < best[0]:
                 best = (span, slices)
     return best[1] if best else []
@@ -337,14 +343,21 @@ def _slice_keys(
     return max(-(-keys // page_stride) * page_stride, page_stride)
 
 
+def _turn(item: tuple[bool, float] | tuple[bool, float, list[int]]) -> tuple[bool, float]:
+    """Shared segments first: their products and reductions hide behind the private reads.
+
+    Within each kind the most expensive come first.
+    """
+    return item[0], -item[1]
+
+
 def _makespan(costs: list[float], blocks: int) -> float:
-    """The longest block when items go, largest first, to the block that is free first."""
+    """The longest block when items go, in their order, to the block that is free first."""
     if len(costs) <= blocks:
         return max(costs, default=0.0)
-    ordered = sorted(costs, reverse=True)
-    loads = ordered[:blocks]
+    loads = costs[:blocks]
     heapq.heapify(loads)
-    for cost in ordered[blocks:]:
+    for cost in costs[blocks:]:
         heapq.heapreplace(loads, loads[0] + cost)
     return max(loads)
 
