@@ -1,8 +1,8 @@
 """Work items: how a plan's segments are cut for the multiprocessors of one device.
 
 A plan says which sequences cover which pages. The kernel (`cuda/tpp_attention.cuh`) wants a list of
-items of about equal cost, shared segments first: a slice of a segment's pages, a run of K/V heads, a
-tile of query rows. Each slice leaves one partial state per row and head, so the cut is a balance:
+items of about equal cost, shared segments first: a slice of a segment's pages, a run of K/V heads,
+a tile of query rows. Each slice leaves one partial state per row and head, so the cut is a balance:
 enough items to fill the device, few enough that their partials do not cost more than they save.
 
 The tables depend on the plan's structure only, not on its lengths: a private segment's last slice
