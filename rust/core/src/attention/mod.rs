@@ -13,6 +13,7 @@ mod schedule;
 mod simd;
 mod state;
 mod tables;
+mod team;
 mod workers;
 
 pub use isa::Isa;

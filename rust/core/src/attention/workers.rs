@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::kernel::scratch::{AlignedBuf, Scratch};
+use super::team;
 use crate::error::{Error, Result};
 
 /// A pool of threads with their working memory. Results do not depend on the number of threads.
@@ -16,7 +17,7 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// `num_threads` threads; with one, work runs on the calling thread.
+    /// `num_threads` threads, the calling one among them.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] for no threads, or more than the system gives.
@@ -28,7 +29,7 @@ impl Workers {
             None
         } else {
             let builder = rayon::ThreadPoolBuilder::new()
-                .num_threads(num_threads)
+                .num_threads(num_threads - 1)
                 .thread_name(|i| format!("chunkcache-{i}"));
             Some(builder.build().map_err(|error| {
                 Error::invalid(
@@ -66,14 +67,8 @@ impl Workers {
             push(&self.scratches, scratch);
         };
         match &self.pool {
-            Some(pool) if count > 1 => {
-                pool.scope(|scope| {
-                    for _ in 0..self.num_threads.min(count) {
-                        scope.spawn(|_| take_all());
-                    }
-                });
-            }
-            _ => take_all(),
+            Some(pool) => team::run(pool, (self.num_threads - 1).min(count.max(1) - 1), &take_all),
+            None => take_all(),
         }
     }
 
@@ -95,4 +90,54 @@ fn pop<T>(stack: &Mutex<Vec<T>>) -> Option<T> {
 
 fn push<T>(stack: &Mutex<Vec<T>>, item: T) {
     stack.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(item);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_index_is_taken_once() {
+        for num_threads in [1, 2, 5] {
+            let workers = Workers::new(num_threads).unwrap();
+            for count in [0, 1, 2, 1000] {
+                let taken = (0..count).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>();
+                workers.for_each(count, |index, _| {
+                    taken[index].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(taken.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn callers_may_share_the_threads() {
+        let workers = Workers::new(3).unwrap();
+        let sum = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..100 {
+                        workers.for_each(50, |index, _| {
+                            sum.fetch_add(index, Ordering::Relaxed);
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 4 * 100 * (50 * 49 / 2));
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller() {
+        let workers = Workers::new(2).unwrap();
+        let call = || workers.for_each(100, |index, _| assert!(index != 50, "index 50"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err());
+        workers.for_each(10, |_, _| {});
+    }
+
+    #[test]
+    fn no_threads_are_refused() {
+        assert!(Workers::new(0).is_err());
+    }
 }
