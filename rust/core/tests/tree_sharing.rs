@@ -254,6 +254,22 @@ fn leaves_that_fill_with_equal_tokens_are_one_after_removal() {
 }
 
 #[test]
+fn a_duplicate_is_matched_once_the_first_one_is_evicted() {
+    let mut tree = tree(16, 4);
+    let first = insert_written(&mut tree, &[1, 2, 3, 4]);
+    let second = insert_written(&mut tree, &[1, 2, 3]);
+    tree.append(second, &[4]).unwrap();
+    tree.commit(&[(second, 1)]).unwrap();
+    assert_ne!(tree.chunk_ids(first), tree.chunk_ids(second));
+    tree.remove(first).unwrap();
+    assert_eq!(tree.evict(1), 1);
+    tree.check_invariants().unwrap();
+    let found = tree.match_prefix(&[1, 2, 3, 4, 5], b"");
+    assert_eq!(found.num_tokens, 4);
+    assert_eq!(Ok(found.chunk_ids), tree.chunk_ids(second));
+}
+
+#[test]
 fn what_hangs_below_a_duplicate_moves_to_the_first_one() {
     let mut tree = tree(32, 2);
     let source = insert_written(&mut tree, &[1, 2, 3]);

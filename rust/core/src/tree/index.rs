@@ -14,6 +14,8 @@ use super::slab::NIL;
 pub(super) struct ChildIndex {
     /// Segments whose first chunk is full and known, one for each (parent, tokens).
     pub by_chunk: HashTable<u32>,
+    /// The other segments with such a first chunk, which wait to take over.
+    pub twins: HashTable<u32>,
     /// For each (parent, first token), the most recently attached child; the others follow by
     /// `chain_next`.
     pub by_token: HashTable<u32>,
@@ -55,8 +57,8 @@ impl PrefixTree {
         found.copied()
     }
 
-    /// Puts `segment` into the table of full first chunks, if its first chunk is full and known and
-    /// no sibling has the same one.
+    /// Puts `segment` into the table of full first chunks, if its first chunk is full and known, or
+    /// among the twins if a sibling with the same one is there already.
     pub(super) fn index_first_chunk(&mut self, segment: u32) {
         let chunk_size = self.chunk_size as usize;
         if !self.sharing || self.segments[segment].known < self.chunk_size {
@@ -65,35 +67,70 @@ impl PrefixTree {
         let parent = self.segments[segment].parent;
         let chunk = &self.known_tokens(segment)[..chunk_size];
         let hash = self.index.hash_chunk(parent, chunk);
-        if self.find_child_hashed(hash, parent, chunk).is_some() {
+        let twin = self.find_child_hashed(hash, parent, chunk).is_some();
+        if twin && self.segments[segment].twin {
             return;
         }
         let Self { index, segments, .. } = self;
-        index.by_chunk.insert_unique(hash, segment, |&id| segments[id].hash);
+        let table = if twin { &mut index.twins } else { &mut index.by_chunk };
+        table.insert_unique(hash, segment, |&id| segments[id].hash);
         segments[segment].hash = hash;
-        segments[segment].indexed = true;
+        segments[segment].indexed = !twin;
+        segments[segment].twin = twin;
     }
 
-    /// Takes `segment` out of the table of full first chunks, if it is there.
+    /// Takes `segment` out of the table of full first chunks, or from among the twins. Its place
+    /// in the table goes to a twin; its tokens must still be there.
     pub(super) fn unindex_first_chunk(&mut self, segment: u32) {
-        if !std::mem::take(&mut self.segments[segment].indexed) {
+        let s = &mut self.segments[segment];
+        let hash = s.hash;
+        if std::mem::take(&mut s.twin) {
+            if let Ok(entry) = self.index.twins.find_entry(hash, |&id| id == segment) {
+                entry.remove();
+            }
+        } else if std::mem::take(&mut s.indexed) {
+            if let Ok(entry) = self.index.by_chunk.find_entry(hash, |&id| id == segment) {
+                entry.remove();
+            }
+            self.promote_twin(segment, hash);
+        }
+    }
+
+    /// Lets a twin of `segment`, which has left the table, take its place there.
+    fn promote_twin(&mut self, segment: u32, hash: u64) {
+        if self.index.twins.is_empty() {
             return;
         }
-        let hash = self.segments[segment].hash;
-        if let Ok(entry) = self.index.by_chunk.find_entry(hash, |&id| id == segment) {
-            entry.remove();
-        }
+        let Self { index, segments, runs, chunk_size, .. } = self;
+        let chunk = |id: u32| {
+            let s = &segments[id];
+            let begin = s.first_chunk as usize * *chunk_size as usize;
+            &runs[s.run].tokens[begin..begin + *chunk_size as usize]
+        };
+        let parent = segments[segment].parent;
+        let same = |&id: &u32| segments[id].parent == parent && chunk(id) == chunk(segment);
+        let Ok(entry) = index.twins.find_entry(hash, same) else { return };
+        let (twin, _) = entry.remove();
+        index.by_chunk.insert_unique(hash, twin, |&id| segments[id].hash);
+        segments[twin].twin = false;
+        segments[twin].indexed = true;
     }
 
-    /// Lets the table name `to` where it named `from`; both have the same parent and first chunk.
+    /// Lets `to` stand in the tables of first chunks where `from` stood; both have the same parent
+    /// and first chunk.
     pub(super) fn replace_indexed(&mut self, from: u32, to: u32) {
-        let hash = self.segments[from].hash;
-        self.segments[from].indexed = false;
-        if let Some(entry) = self.index.by_chunk.find_mut(hash, |&id| id == from) {
+        let f = &mut self.segments[from];
+        let hash = f.hash;
+        let (indexed, twin) = (std::mem::take(&mut f.indexed), std::mem::take(&mut f.twin));
+        let t = &mut self.segments[to];
+        (t.hash, t.indexed, t.twin) = (hash, indexed, twin);
+        if !indexed && !twin {
+            return;
+        }
+        let table = if twin { &mut self.index.twins } else { &mut self.index.by_chunk };
+        if let Some(entry) = table.find_mut(hash, |&id| id == from) {
             *entry = to;
         }
-        self.segments[to].hash = hash;
-        self.segments[to].indexed = true;
     }
 
     /// The most recently attached child of `parent` that begins with `token`, or `NIL`.

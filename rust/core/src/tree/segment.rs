@@ -55,7 +55,10 @@ pub(super) struct Segment {
     pub chained: bool,
     /// Whether the table of full first chunks names it.
     pub indexed: bool,
-    /// Hash of the parent and the first chunk's tokens, if `indexed`; of the salt, for a root.
+    /// Whether its first chunk is full and known, but the table names a sibling with the same one.
+    pub twin: bool,
+    /// Hash of the parent and the first chunk's tokens, if `indexed` or `twin`; of the salt, for a
+    /// root.
     pub hash: u64,
 }
 
@@ -85,6 +88,7 @@ impl Default for Segment {
             chain_next: NIL,
             chained: false,
             indexed: false,
+            twin: false,
             hash: 0,
         }
     }

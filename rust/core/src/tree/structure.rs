@@ -107,9 +107,7 @@ impl PrefixTree {
             self.segments[next].prev = to;
         }
         self.replace_chained(from, to);
-        if self.segments[from].indexed {
-            self.replace_indexed(from, to);
-        }
+        self.replace_indexed(from, to);
     }
 
     /// Cuts a segment in two after `num_chunks` full chunks, at least one of which stays on each
@@ -130,6 +128,7 @@ impl PrefixTree {
             first_end: NIL,
             chained: false,
             indexed: false,
+            twin: false,
             ..s.clone()
         };
         let (retained, live) = (s.is_retained(), s.live > 0);

@@ -12,7 +12,8 @@
 //!  8. Unwritten tokens have a writer: the oldest sequence that covers them.
 //!  9. The eviction list holds exactly the retained segments, children before parents.
 //! 10. A retained segment consists of full, written, known chunks and is in the table.
-//! 11. The table of first chunks finds exactly the segments that are marked as being in it.
+//! 11. The table of first chunks finds exactly the segments that are marked as being in it; every
+//!     other one with a full known first chunk is a twin of one of those, and listed as such.
 //! 12. The chains by first token hold exactly the children with a known first token.
 //! 13. A sequence ends at one segment and is in its list; computed <= scheduled <= its tokens, and
 //!     neither cursor is past what it still has to write.

@@ -71,6 +71,29 @@ impl PrefixTree {
                 self.find_child(s.parent, &self.known_tokens(id)[..self.chunk_size as usize]);
             ensure!(11, found == Some(id), "the first chunk of segment {id} finds {found:?}");
         }
+        self.check_twins(segments)
+    }
+
+    fn check_twins(&self, segments: &[u32]) -> Result<(), String> {
+        let mut count = 0;
+        for &id in segments {
+            let s = &self.segments[id];
+            if s.is_root() || !self.sharing || s.known < self.chunk_size {
+                ensure!(11, !s.twin, "segment {id} is a twin without a full first chunk");
+                continue;
+            }
+            ensure!(11, s.twin != s.indexed, "segment {id}: twin and indexed are {}", s.twin);
+            if s.twin {
+                count += 1;
+                let chunk = &self.known_tokens(id)[..self.chunk_size as usize];
+                let found = self.find_child(s.parent, chunk);
+                ensure!(11, found.is_some(), "twin {id} could be in the table");
+                let listed = self.index.twins.find(s.hash, |&twin| twin == id);
+                ensure!(11, listed.is_some(), "twin {id} is not listed");
+            }
+        }
+        let listed = self.index.twins.len();
+        ensure!(11, listed == count, "{listed} twins listed, {count} marked");
         Ok(())
     }
 
