@@ -6,12 +6,12 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-from rows import Row
+from rows import Curve, Row
 
 mpl.use("Agg")
 
 
-def plot_curve(path: Path, title: str, xlabel: str, points: list[int], rows: list[Row]) -> None:
+def plot_curve(path: Path, curve: Curve, rows: list[Row]) -> None:
     """Tokens per second of each contender along one axis."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     series = {
@@ -22,9 +22,12 @@ def plot_curve(path: Path, title: str, xlabel: str, points: list[int], rows: lis
     }
     for (name, seconds), marker in zip(series.items(), "osD^", strict=True):
         rates = [row.case.batch / seconds(row) for row in rows]
-        axes.plot(points, rates, marker=marker, label=name)
+        axes.plot(curve.points, rates, marker=marker, label=name)
     axes.set(
-        title=title, xlabel=xlabel, ylabel="decoded tokens / s (attention alone)", yscale="log"
+        title=curve.title,
+        xlabel=curve.xlabel,
+        ylabel="decoded tokens / s (attention alone)",
+        yscale="log",
     )
     axes.grid(alpha=0.3, which="both")
     axes.legend()

@@ -1,4 +1,4 @@
-"""One timed case: its times, its floors and the ratios that the targets speak of."""
+"""One timed case: its times, its floors and the ratios that the targets speak of; and curves."""
 
 from __future__ import annotations
 
@@ -44,3 +44,13 @@ class Row:
             "over_two_phase": ours / self.timings["two-phase"].median,
             "speedup_over_unshared": self.timings["unshared"].median / ours,
         }
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Cases along one axis, as in the paper's divergence and batch experiments."""
+
+    title: str
+    xlabel: str
+    points: tuple[int, ...]
+    cases: tuple[Case, ...]
