@@ -139,3 +139,19 @@ def test_integers_come_from_lists_arrays_and_tensors() -> None:
 def test_what_is_not_integers_is_refused(values) -> None:
     with pytest.raises(InvalidConfigError, match=r"block_table: got .*, allowed is integers"):
         _arrays.int_array("block_table", values, 2)
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.empty(2, 3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [shrunk(), torch._neg_view(torch.ones(2, 3))],
+    ids=["storage freed", "negated lazily"],
+)
+def test_a_tensor_without_plain_memory_is_refused(tensor) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^k: got .*, allowed is"):
+        _arrays.view("k", tensor, Expected(("a", "b"), (None, None), ("float32",)))

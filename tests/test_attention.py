@@ -322,3 +322,17 @@ class TestConverters:
         assert tuple(first.shape) == (2, 3)
         assert float(first[1, 2]) == float(lse[2, 1])
         np.testing.assert_array_equal(attention.lse_from_heads_first(first), lse)
+
+
+@pytest.mark.parametrize("output", ["out", "lse"])
+def test_outputs_in_the_memory_of_the_keys_are_refused(output) -> None:
+    k = np.ones((20, 4, 8), dtype=np.float32)
+    inside = k[3:4] if output == "out" else k[3].reshape(-1)[:4].reshape(1, 4)
+    with pytest.raises(InvalidConfigError, match=rf"^{output}: got memory that overlaps k"):
+        attention.partial_attention(np.ones((1, 4, 8), np.float32), k, k.copy(), **{output: inside})
+
+
+def test_more_threads_than_any_machine_has_are_refused() -> None:
+    q = np.ones((1, 4, 8), np.float32)
+    with pytest.raises(InvalidConfigError, match="num_threads: got 1000000, allowed is 1 to 1024"):
+        attention.partial_attention(q, q, q.copy(), num_threads=10**6)

@@ -559,3 +559,10 @@ class TestThreads:
                 stop.set()
                 thread.join()
         assert during > 0
+
+
+def test_reading_past_the_end_of_a_sequence_is_refused() -> None:
+    cache = ChunkCache(1, 2, 8, capacity=4, chunk_size=16)
+    seq = cache.insert([1, 2]).seq
+    with pytest.raises(InvalidConfigError, match="end: got 1099511627776, allowed is at most 2"):
+        cache.read_kv(0, seq, 0, 2**40)

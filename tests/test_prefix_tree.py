@@ -523,3 +523,26 @@ class TestThreads:
             thread.join()
         assert failures == []
         tree.check_invariants()
+
+
+class WrongLength:
+    def __len__(self) -> int:
+        return 10**15
+
+    def __iter__(self):
+        return iter([1])
+
+
+@pytest.mark.parametrize("tokens", [range(2**62), WrongLength()])
+def test_more_tokens_than_ids_is_refused_at_once(tokens) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^tokens: got .* integers, allowed is at most"):
+        PrefixTree(10, 4).insert(tokens)
+
+
+def test_closing_a_plan_tells_who_inherits() -> None:
+    tree = PrefixTree(10, 4)
+    first, second = (tree.insert(range(9)).seq for _ in range(2))
+    plan = tree.plan([first], [0, 4])
+    assert tree.remove(first) == []
+    (heir,) = plan.close()
+    assert (heir.seq, heir.begin, heir.end) == (second, 0, 8)

@@ -161,7 +161,7 @@ def int_array(name: str, values: Any, ndim: int) -> npt.NDArray[np.int64]:
     """
     if _is_torch(values):
         _check_torch_device(name, values, f"integers of {ndim} dimensions on cpu")
-        values = values.numpy()
+        values = values.detach().numpy()
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -192,8 +192,31 @@ def _check_torch_device(name: str, tensor: "torch.Tensor", allowed: str) -> None
 
 def _torch_view(name: str, tensor: "torch.Tensor", expected: Expected) -> View:
     _check_torch_device(name, tensor, str(expected))
+    if tensor.is_neg():
+        raise InvalidConfigError(
+            f"{name}: got a tensor that is negated lazily, allowed is {expected},"
+            " so call resolve_neg() first"
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return View(tensor.data_ptr(), dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    try:
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        address, storage = tensor.data_ptr(), tensor.untyped_storage()
+        begin, size = storage.data_ptr(), storage.nbytes()
+    except RuntimeError as error:
+        # Nested, batched and traced tensors have no memory of their own.
+        raise InvalidConfigError(
+            f"{name}: got a tensor without plain memory ({error}), allowed is {expected}"
+        ) from error
+    if 0 not in shape and all(stride >= 0 for stride in strides):
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        end = address + (last + 1) * tensor.element_size()
+        # A storage may have been freed or shrunk below a tensor that still names it.
+        if not address or end > begin + size:
+            raise InvalidConfigError(
+                f"{name}: got a tensor {shape} whose storage holds only {size} bytes,"
+                f" allowed is {expected}"
+            )
+    return View(address, dtype, shape, strides)
 
 
 def _numpy_view(name: str, array: npt.NDArray[Any], expected: Expected) -> View:

@@ -144,6 +144,7 @@ def run(
         ("rows", "num_qo_heads", "head_dim"), (plan.num_rows, None, k.shape[3]), (k.dtype,)
     )
     arrays = outputs(q, queries, out, lse, return_lse)
+    arrays.check_apart(k_pages=k, v_pages=v)
     options = (sm_scale, logits_soft_cap, window_left, sharing, isa)
     _core.run(plan, arrays.q, k, v, options, arrays.out, arrays.lse, num_threads)
     return arrays.result()
@@ -189,6 +190,7 @@ def partial_attention(
         ("rows", "num_qo_heads", "head_dim"), (None, None, keys.shape[2]), (keys.dtype,)
     )
     arrays = outputs(q, queries, out, lse, return_lse=True)
+    arrays.check_apart(k=keys, v=values)
     _core.partial_attention(
         arrays.q,
         keys,
@@ -280,6 +282,13 @@ class Arrays(NamedTuple):
     out_array: Any
     lse_array: Any
     return_lse: bool
+
+    def check_apart(self, **inputs: View) -> None:
+        """Refuse outputs in the memory of further inputs, named by their arguments."""
+        for name, found in inputs.items():
+            _arrays.check_apart("out", self.out, name, found)
+            if self.lse is not None:
+                _arrays.check_apart("lse", self.lse, name, found)
 
     def result(self) -> Any:
         """Return out, or out and lse."""

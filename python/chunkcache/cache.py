@@ -243,6 +243,9 @@ class ChunkCache:
         begin, end = _arrays.index("begin", begin), _arrays.index("end", end)
         if end < begin:
             raise InvalidConfigError(f"end: got {end}, allowed is begin = {begin} or more")
+        num_tokens = self.tree.sequence(seq).num_tokens
+        if end > num_tokens:
+            raise InvalidConfigError(f"end: got {end}, allowed is at most {num_tokens} tokens")
         if self._kind is None:
             raise InvalidConfigError("seq: got a sequence of a cache to which nothing was written")
         shape = (end - begin, self.num_kv_heads, self.head_dim)

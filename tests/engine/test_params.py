@@ -61,3 +61,14 @@ def test_engine_config_refuses_two_capacities() -> None:
 
 def test_one_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop="END").stop_strings == ("END",)
+
+
+def test_no_stop_may_be_given_as_none() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None)
+    assert (params.stop_strings, params.stop_ids) == ((), ())
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_a_number_for_what_stops_is_refused(name) -> None:
+    with pytest.raises(InvalidConfigError, match=f"{name} is 3; allowed is None, or"):
+        SamplingParams(**{name: 3})

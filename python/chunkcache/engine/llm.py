@@ -253,7 +253,7 @@ class LLM:
 def _torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
-    found = getattr(torch, dtype, None)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(found, torch.dtype):
         raise InvalidConfigError(
             f"dtype is {dtype!r}; allowed is float32, bfloat16, float16 or auto"

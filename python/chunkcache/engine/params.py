@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from chunkcache.errors import InvalidConfigError
 
@@ -35,8 +36,8 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     max_tokens: int | None = 128
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     n: int = 1
     skip_special_tokens: bool = True
@@ -61,7 +62,12 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple."""
-        return tuple(self.stop)
+        return tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """``stop_token_ids`` as a tuple."""
+        return tuple(self.stop_token_ids or ())
 
     @property
     def greedy(self) -> bool:
@@ -81,17 +87,22 @@ def _out_of_range(name: str, given: object, allowed: str) -> InvalidConfigError:
     return InvalidConfigError(f"{name} is {given!r}; allowed is {allowed}")
 
 
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise _out_of_range("stop", stop, "one or more strings that are not empty")
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else _as_tuple(stop)
+    if strings is None or not all(isinstance(string, str) and string for string in strings):
+        raise _out_of_range("stop", stop, "None, or one or more strings that are not empty")
     return strings
 
 
-def _stop_ids(stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-    ids = tuple(stop_token_ids)
-    for token_id in ids:
-        if not _is_int(token_id) or not 0 <= token_id < 2**32:
-            raise _out_of_range("stop_token_ids", stop_token_ids, "token ids in [0, 2**32)")
+def _stop_ids(stop_token_ids: Sequence[int] | None) -> tuple[int, ...]:
+    ids = _as_tuple(stop_token_ids)
+    if ids is None or not all(_is_int(token_id) and 0 <= token_id < 2**32 for token_id in ids):
+        raise _out_of_range("stop_token_ids", stop_token_ids, "None, or token ids in [0, 2**32)")
     return ids
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...] | None:
+    """Return the values, none for None; None if they cannot be iterated over."""
+    if values is None:
+        return ()
+    return tuple(values) if isinstance(values, Iterable) else None

@@ -85,7 +85,7 @@ class Sequence:
             self.output.finish_reason, self.output.stop_reason = "stop", self._stop.matched
         elif ends:
             self.output.finish_reason = "stop"
-        elif token in params.stop_token_ids:
+        elif token in params.stop_ids:
             self.output.finish_reason, self.output.stop_reason = "stop", token
         elif len(self.output.token_ids) >= request.max_tokens:
             self.output.finish_reason = "length"

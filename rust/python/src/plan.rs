@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 
 use crate::args::IntoPython;
 use crate::numpy::{int64_array, uint32_array};
-use crate::results::Committed;
+use crate::results::{Committed, Inherited};
 use crate::shared::{LONG, Shared};
 
 /// Whose tables they are.
@@ -289,8 +289,12 @@ impl PyPlan {
 
     /// Close the plan without a commit: nothing counts as written. A plan that is closed already
     /// stays so.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.end(py, End::Abort).map(|_| ())
+    ///
+    /// Returns:
+    ///     Who must now write what sequences that were removed meanwhile were to write.
+    fn close(&self, py: Python<'_>) -> PyResult<Vec<Inherited>> {
+        let committed = self.end(py, End::Abort)?;
+        Ok(committed.map(|committed| committed.inherited).unwrap_or_default())
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -306,7 +310,7 @@ impl PyPlan {
         traceback: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let _ = (exc_type, exc_value, traceback);
-        self.close(py)
+        self.close(py).map(|_| ())
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {

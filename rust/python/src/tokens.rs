@@ -130,7 +130,13 @@ fn from_iterable(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if object.is_instance_of::<PyString>() {
         return Err(refused());
     }
-    let mut ids = Vec::with_capacity(object.len().unwrap_or(0));
+    let length = object.len().unwrap_or(0);
+    if length > u32::MAX as usize {
+        let given = format!("{length} integers");
+        return Err(to_python(object.py(), Error::invalid(name, given, "at most 4294967295")));
+    }
+    // What an object says of its length may be wrong: room for more is made as items come.
+    let mut ids = Vec::with_capacity(length.min(1 << 16));
     for item in object.try_iter().map_err(|_| refused())? {
         let item = item?;
         match item.extract::<u32>() {

@@ -287,7 +287,7 @@ impl PyPrefixTree {
     ///
     /// Raises:
     ///     UnknownSequenceError: no such sequence.
-    ///     InvalidConfigError: more tokens than are known, a token before them that is not written,
+    ///     InvalidConfigError: more tokens than the sequence has (reserved slots included), a token before them that is not written,
     ///         or a sequence that is named twice.
     fn commit(
         &self,

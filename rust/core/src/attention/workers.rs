@@ -16,14 +16,17 @@ pub struct Workers {
     buffers: Mutex<Vec<AlignedBuf>>,
 }
 
+/// More than the cores of any machine, and few enough to start at once.
+const MAX_THREADS: usize = 1024;
+
 impl Workers {
     /// `num_threads` threads, the calling one among them.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for no threads, or more than the system gives.
+    /// [`Error::InvalidConfig`] for no threads, more than 1,024, or more than the system gives.
     pub fn new(num_threads: usize) -> Result<Self> {
-        if num_threads == 0 {
-            return Err(Error::invalid("num_threads", num_threads, "1 or more"));
+        if !(1..=MAX_THREADS).contains(&num_threads) {
+            return Err(Error::invalid("num_threads", num_threads, format!("1 to {MAX_THREADS}")));
         }
         let pool = if num_threads == 1 {
             None
