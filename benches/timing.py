@@ -15,6 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
+#: Seconds of rest before each sample; an OpenMP runtime lets its threads spin for about 20 ms.
+SETTLE = 0.03
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds per call: the median over the rounds, and the quartiles around it."""
@@ -40,7 +44,7 @@ def interleave(
     *,
     budget: float = 3.0,
     min_rounds: int = 7,
-    min_sample: float = 2e-3,
+    min_sample: float = 5e-3,
 ) -> dict[str, Timing]:
     """Time ``contenders`` in turn.
 
@@ -62,6 +66,9 @@ def interleave(
     while rounds < min_rounds or time.perf_counter() < deadline:
         for name, call in contenders.items():
             count = repeats[name]
+            # The threads of whoever ran before may still spin, on the cores that this one needs.
+            time.sleep(SETTLE)
+            call()
             begin = time.perf_counter()
             for _ in range(count):
                 call()
