@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-
 #: Seconds of rest before each sample; an OpenMP runtime lets its threads spin for about 20 ms.
 SETTLE = 0.03
 

@@ -80,6 +80,7 @@ def _convert(file: Path, folder: Path) -> None:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         quantised = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # transformers raises NotImplementedError for tensor types that it cannot dequantise.
     except (OSError, ValueError, NotImplementedError) as error:
         raise InvalidConfigError(f"model {file}: {error}") from error
     # The loaded model counts as quantised although its weights are plain floats; a fresh one of

@@ -98,7 +98,7 @@ def _encode(text: str, tokenizer: Any | None, name: str, *, add_special_tokens: 
 
 
 def _render_chat(messages: Any, tokenizer: Any | None, name: str) -> str:
-    if getattr(tokenizer, "chat_template", None) is None:
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise InvalidConfigError(
             f"{name} is a chat, but the tokenizer has no chat template; "
             "allowed is a text or token ids"
@@ -108,7 +108,7 @@ def _render_chat(messages: Any, tokenizer: Any | None, name: str) -> str:
             raise InvalidConfigError(
                 f"{name} has the message {message!r}; allowed is a mapping with role and content"
             )
-    rendered: str = tokenizer.apply_chat_template(  # type: ignore[union-attr]
+    rendered: str = tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, tokenize=False
     )
     return rendered
