@@ -27,6 +27,11 @@ from chunkcache.engine import EngineConfig, SamplingParams
         ("stop", ["ok", ""]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [2**32]),
+        ("stop_token_ids", b"ab"),
+        ("stop", {"END": 1}),
+        ("ignore_eos", "x"),
+        ("ignore_eos", None),
+        ("skip_special_tokens", 1),
     ],
 )
 def test_sampling_params_refuses(name, value) -> None:
@@ -40,6 +45,7 @@ def test_sampling_params_refuses(name, value) -> None:
         ("chunk_size", 24),
         ("chunk_size", 0),
         ("chunk_size", 256),
+        ("chunk_size", 16.0),
         ("capacity", 0),
         ("capacity_bytes", -5),
         ("max_model_len", 0),
@@ -47,6 +53,8 @@ def test_sampling_params_refuses(name, value) -> None:
         ("max_num_batched_tokens", 0),
         ("num_threads", 0),
         ("seed", -1),
+        ("seed", True),
+        ("enable_prefix_sharing", "x"),
     ],
 )
 def test_engine_config_refuses(name, value) -> None:

@@ -55,6 +55,12 @@ def test_an_empty_prompt_is_refused(tokenizer, prompts) -> None:
         _ids(prompts, tokenizer)
 
 
+@pytest.mark.parametrize("prompts", [b"hi", [b"hi"], bytearray(b"hi"), {1, 2}])
+def test_bytes_and_sets_are_refused(prompts) -> None:
+    with pytest.raises(InvalidConfigError, match="allowed is a text, a list of token ids"):
+        _ids(prompts)
+
+
 @pytest.mark.parametrize("token", [-1, 300, 2**32, True, "x"])
 def test_a_wrong_token_id_is_refused(token) -> None:
     with pytest.raises(InvalidConfigError, match="prompt 1"):

@@ -125,8 +125,26 @@ def test_a_dtype_other_than_the_loaded_models_is_refused(llama) -> None:
 
 
 def test_an_unknown_option_is_refused(llama) -> None:
-    with pytest.raises(InvalidConfigError, match="chunk_sizes"):
+    with pytest.raises(InvalidConfigError, match=r"^chunk_sizes is 16, .*, chunk_size,"):
         LLM(llama, chunk_sizes=16)
+
+
+@pytest.mark.parametrize("tokenizer", [3, "gpt2", False])
+def test_what_is_no_tokenizer_is_refused(llama, tokenizer) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^tokenizer is a"):
+        LLM(llama, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", ["", " ", "~nosuchuser/model"])
+def test_a_name_that_stands_for_no_folder_is_refused(name) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^model is"):
+        LLM(name)
+
+
+@pytest.mark.parametrize("params", [3, "x", {"temperature": 1}])
+def test_what_are_no_sampling_params_is_refused(llama, params) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^sampling_params is a"):
+        LLM(llama).generate([1, 2], params)
 
 
 def test_a_length_beyond_the_models_is_refused(llama) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from chunkcache.errors import InvalidConfigError
 
@@ -45,7 +46,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check every argument."""
-        if self.chunk_size not in range(16, 129, 16):
+        if not _is_int(self.chunk_size) or self.chunk_size not in range(16, 129, 16):
             raise InvalidConfigError(
                 f"chunk_size is {self.chunk_size!r}; allowed is a multiple of 16 from 16 to 128"
             )
@@ -56,8 +57,12 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         if self.capacity is not None and self.capacity_bytes is not None:
             raise InvalidConfigError("capacity and capacity_bytes are both given; allowed is one")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**64:
             raise InvalidConfigError(f"seed is {self.seed!r}; allowed is an int in [0, 2**64)")
+        if not isinstance(self.enable_prefix_sharing, bool):
+            raise InvalidConfigError(
+                f"enable_prefix_sharing is {self.enable_prefix_sharing!r}; allowed is True or False"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,10 @@ class ModelSpec:
         return elements * _ITEM_SIZE[self.dtype]
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not _is_int(value) or value < 1:
         raise InvalidConfigError(f"{name} is {value!r}; allowed is an int of at least 1")

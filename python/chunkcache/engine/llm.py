@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,16 +60,14 @@ class LLM:
             InvalidConfigError: an argument is not allowed, or the model has a feature that the
                 engine does not serve.
         """
-        try:
-            self.config = EngineConfig(**config)
-        except TypeError as error:
-            raise InvalidConfigError(f"LLM: {error}") from error
+        self.config = EngineConfig(**_check_options(config))
+        _check_tokenizer(tokenizer)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         if isinstance(model, (str, Path)):
             folder = loader.resolve(model)
             self.model = loader.load_model(folder, _torch_dtype(dtype or "float32"))
-            self.tokenizer = tokenizer or loader.load_tokenizer(folder)
+            self.tokenizer = loader.load_tokenizer(folder) if tokenizer is None else tokenizer
         else:
             self.model = _check_loaded(model, dtype)
             self.tokenizer = tokenizer
@@ -250,6 +249,27 @@ class LLM:
         return int(self._seeds.integers(2**63))
 
 
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    allowed = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name, value in options.items():
+        if name not in allowed:
+            raise InvalidConfigError(
+                f"{name} is {value!r}, but LLM has no such argument; allowed are model, tokenizer, "
+                f"dtype, {', '.join(allowed)}"
+            )
+    return options
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    import transformers
+
+    if tokenizer is not None and not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        raise InvalidConfigError(
+            f"tokenizer is a {type(tokenizer).__name__}; "
+            "allowed is None or a Hugging Face tokenizer"
+        )
+
+
 def _torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
@@ -293,6 +313,11 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, capacity: int) -> int:
 def _params_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
+    if not isinstance(params, (SamplingParams, list, tuple)):
+        raise InvalidConfigError(
+            f"sampling_params is a {type(params).__name__}; "
+            "allowed is SamplingParams, or a list of them, one for each prompt"
+        )
     each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
     for item in each:
         if not isinstance(item, SamplingParams):

@@ -33,10 +33,14 @@ def resolve(model: str | Path) -> Path:
     """
     if str(model).lower() == BUILTIN_MODEL.lower():
         return gguf.converted(_builtin_file())
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:
+        raise InvalidConfigError(f"model is {str(model)!r}: {error}") from error
     if path.is_file() and path.suffix == ".gguf":
         return gguf.converted(path)
-    if not path.is_dir():
+    # An empty name would stand for the folder that the program happens to run in.
+    if not str(model).strip() or not path.is_dir():
         raise InvalidConfigError(
             f"model is {str(model)!r}; allowed are a folder with a model, a .gguf file, "
             f"or the built-in {BUILTIN_MODEL!r} (models are not downloaded)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ class SamplingParams:
             raise _out_of_range("max_tokens", self.max_tokens, "None or an int of at least 1")
         if not _is_int(self.n) or self.n < 1:
             raise _out_of_range("n", self.n, "an int of at least 1")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _out_of_range(name, getattr(self, name), "True or False")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
 
@@ -102,7 +105,8 @@ def _stop_ids(stop_token_ids: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _as_tuple(values: Any) -> tuple[Any, ...] | None:
-    """Return the values, none for None; None if they cannot be iterated over."""
+    """Return the values, none for None; None if they are no list of values."""
     if values is None:
         return ()
-    return tuple(values) if isinstance(values, Iterable) else None
+    is_list = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
+    return tuple(values) if is_list else None

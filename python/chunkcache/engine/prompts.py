@@ -47,9 +47,14 @@ def _without_arrays(value: Any) -> Any:
 def _is_many(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return False
-    if not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         raise InvalidConfigError(f"prompts is a {type(prompts).__name__}; allowed is {_ALLOWED}")
     return len(prompts) == 0 or not _is_item(prompts[0])
+
+
+def _is_list(value: Any) -> bool:
+    """Tell whether ``value`` is a sequence, and not of bytes, which are no token ids."""
+    return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
 
 
 def _is_item(value: Any) -> bool:
@@ -66,7 +71,7 @@ def _tokenize_one(
     if isinstance(prompt, str):
         text = prompt
         token_ids = _encode(text, tokenizer, name, add_special_tokens=True)
-    elif isinstance(prompt, Sequence) and all(map(_is_item, prompt)):
+    elif _is_list(prompt) and all(map(_is_item, prompt)):
         if prompt and isinstance(prompt[0], Mapping):
             text = _render_chat(prompt, tokenizer, name)
             token_ids = _encode(text, tokenizer, name, add_special_tokens=False)
