@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import random
 import statistics
 import sys
 import time
@@ -60,10 +61,12 @@ def interleave(
         call()
         repeats[name] = max(1, round(min_sample / max(time.perf_counter() - begin, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
+    order, turns = random.Random(0), list(contenders.items())
     deadline = time.perf_counter() + budget
     rounds = 0
     while rounds < min_rounds or time.perf_counter() < deadline:
-        for name, call in contenders.items():
+        # What ran before leaves its mark on the caches and the clock: no one always follows the same.
+        for name, call in order.sample(turns, len(turns)):
             count = repeats[name]
             # The threads of whoever ran before may still spin, on the cores that this one needs.
             time.sleep(SETTLE)

@@ -4,7 +4,6 @@ Nothing is copied: an array is checked and described by a `View`, and its memory
 in place. torch is never imported here: a tensor can only come from a caller who has imported it.
 """
 
-import math
 import operator
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
@@ -25,6 +24,9 @@ T = TypeVar("T", bound=Tensor)
 
 #: Element types of K, V, queries and outputs, and their sizes in bytes.
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# numpy and torch build the name of a dtype anew at each call, which costs more than all checks.
+_dtype_names: dict[Any, str] = {}
 
 
 class View(NamedTuple):
@@ -82,10 +84,7 @@ def view(
             f"{name}: got {type(array).__name__}, allowed is a numpy array or a torch tensor,"
             f" {expected}"
         )
-    fits = len(found.shape) == len(expected.sizes) and all(
-        size in (None, n) for n, size in zip(found.shape, expected.sizes, strict=True)
-    )
-    if found.dtype not in expected.dtypes or not fits:
+    if found.dtype not in expected.dtypes or not _fits(found.shape, expected.sizes):
         raise _refused(name, found.dtype, found.shape, "cpu", expected)
     return _checked_strides(name, found, writable, contiguous)
 
@@ -178,6 +177,14 @@ def int_array(name: str, values: Any, ndim: int) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
+    if shape == sizes:
+        return True
+    return len(shape) == len(sizes) and all(
+        size in (None, n) for n, size in zip(shape, sizes, strict=True)
+    )
+
+
 def _is_torch(array: Any) -> "TypeGuard[torch.Tensor]":
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
@@ -197,7 +204,6 @@ def _torch_view(name: str, tensor: "torch.Tensor", expected: Expected) -> View:
             f"{name}: got a tensor that is negated lazily, allowed is {expected},"
             " so call resolve_neg() first"
         )
-    dtype = str(tensor.dtype).removeprefix("torch.")
     try:
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         address, storage = tensor.data_ptr(), tensor.untyped_storage()
@@ -207,34 +213,44 @@ def _torch_view(name: str, tensor: "torch.Tensor", expected: Expected) -> View:
         raise InvalidConfigError(
             f"{name}: got a tensor without plain memory ({error}), allowed is {expected}"
         ) from error
-    if 0 not in shape and all(stride >= 0 for stride in strides):
-        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        end = address + (last + 1) * tensor.element_size()
+    if 0 not in shape and min(strides, default=0) >= 0:
+        end = address + (_last(shape, strides) + 1) * tensor.element_size()
         # A storage may have been freed or shrunk below a tensor that still names it.
         if not address or end > begin + size:
             raise InvalidConfigError(
                 f"{name}: got a tensor {shape} whose storage holds only {size} bytes,"
                 f" allowed is {expected}"
             )
-    return View(address, dtype, shape, strides)
+    return View(address, _known_name(tensor.dtype), shape, strides)
 
 
 def _numpy_view(name: str, array: npt.NDArray[Any], expected: Expected) -> View:
-    item = array.dtype.itemsize
-    aligned = array.flags.aligned and array.dtype.isnative
-    if not aligned or any(stride % item for stride in array.strides):
+    dtype, flags, shape = array.dtype, array.flags, array.shape
+    item = dtype.itemsize
+    gapless = flags.c_contiguous and 0 not in shape
+    aligned = flags.aligned and dtype.isnative
+    if not aligned or not gapless and any(stride % item for stride in array.strides):
         raise InvalidConfigError(
             f"{name}: got an array of unaligned or byte-swapped elements, allowed is {expected}"
         )
     address, _read_only = array.__array_interface__["data"]
-    strides = tuple(stride // item for stride in array.strides)
-    return View(address, array.dtype.name, array.shape, strides)
+    strides = _contiguous(shape) if gapless else tuple(stride // item for stride in array.strides)
+    return View(address, _known_name(dtype), shape, strides)
+
+
+def _known_name(dtype: Any) -> str:
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = dtype_name(dtype)
+    return name
 
 
 def _checked_strides(name: str, found: View, writable: bool, contiguous: bool) -> View:
     """Refuse strides that the kernels do not follow, and drop those of dimensions of one index."""
-    if math.prod(found.shape) == 0:
+    if 0 in found.shape:
         return found._replace(strides=_contiguous(tuple(max(n, 1) for n in found.shape)))
+    if found.strides == _contiguous(found.shape):
+        return found
     strides = tuple(s if n > 1 else 0 for n, s in zip(found.shape, found.strides, strict=True))
     if strides[-1] != min(found.shape[-1] - 1, 1) or min(strides) < 0:
         raise InvalidConfigError(
@@ -255,7 +271,12 @@ def _checked_strides(name: str, found: View, writable: bool, contiguous: bool) -
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of an array without gaps, 0 for dimensions of one index."""
-    return tuple(math.prod(shape[i + 1 :]) if n > 1 else 0 for i, n in enumerate(shape))
+    strides = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step if n > 1 else 0)
+        step *= n
+    return tuple(reversed(strides))
 
 
 def _disjoint(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -271,10 +292,18 @@ def _disjoint(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def _extent(found: View) -> tuple[int, int]:
     """Return the first byte of a view and one past its last; empty views have neither."""
-    if math.prod(found.shape) == 0:
+    if 0 in found.shape:
         return found.address, found.address
-    last = sum((n - 1) * stride for n, stride in zip(found.shape, found.strides, strict=True))
+    last = _last(found.shape, found.strides)
     return found.address, found.address + (last + 1) * ITEM_SIZES[found.dtype]
+
+
+def _last(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the offset of the last element from the first, in elements."""
+    last = 0
+    for n, stride in zip(shape, strides, strict=True):
+        last += (n - 1) * stride
+    return last
 
 
 def _refused(

@@ -6,6 +6,7 @@
 mod cost;
 mod isa;
 mod kernel;
+mod lobby;
 mod output;
 mod partial;
 mod run;

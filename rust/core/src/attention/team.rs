@@ -10,12 +10,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::Thread;
 
+use super::lobby::Lobby;
+
 /// Set in [`Gate::state`] once no more helpers may begin; the rest counts those inside.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 /// How often the caller looks for the last helper before it sleeps.
 const SPINS: usize = 2000;
 
+/// A pool of threads, and where they wait between calls.
+#[derive(Debug)]
+pub(super) struct Team {
+    pool: rayon::ThreadPool,
+    lobby: Arc<Lobby<Arc<Gate>>>,
+}
+
 /// The work of a call, with its lifetime erased: it is reachable through an open gate only.
+#[derive(Debug)]
 struct Work(*const (dyn Fn() + Sync));
 
 // SAFETY: the work may be called from any thread, being `Sync`.
@@ -23,6 +33,7 @@ unsafe impl Send for Work {}
 // SAFETY: as above.
 unsafe impl Sync for Work {}
 
+#[derive(Debug)]
 struct Gate {
     state: AtomicUsize,
     panicked: AtomicBool,
@@ -69,35 +80,48 @@ impl Drop for Closing<'_> {
     }
 }
 
-/// Calls `work` on this thread and on up to `helpers` threads of the pool at the same time, and
-/// returns when all calls that have begun have ended.
-///
-/// # Panics
-/// When a call panics.
-pub(super) fn run(pool: &rayon::ThreadPool, helpers: usize, work: &(dyn Fn() + Sync)) {
-    if helpers == 0 {
-        return work();
+impl Team {
+    pub(super) fn new(pool: rayon::ThreadPool) -> Self {
+        Self { pool, lobby: Arc::new(Lobby::new()) }
     }
-    // SAFETY: a reference and a pointer to the same trait object differ in the lifetime alone,
-    // which `Closing` upholds.
-    let erased = unsafe {
-        std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(
-            std::ptr::from_ref(work),
-        )
-    };
-    let gate = Arc::new(Gate {
-        state: AtomicUsize::new(0),
-        panicked: AtomicBool::new(false),
-        caller: std::thread::current(),
-        work: Work(erased),
-    });
-    {
-        let _closing = Closing(&gate);
-        for _ in 0..helpers {
-            let gate = Arc::clone(&gate);
-            pool.spawn(move || gate.help());
+
+    /// Calls `work` on this thread and on up to `helpers` threads of the pool at the same time,
+    /// and returns when all calls that have begun have ended.
+    ///
+    /// # Panics
+    /// When a call panics.
+    pub(super) fn run(&self, helpers: usize, work: &(dyn Fn() + Sync)) {
+        if helpers == 0 {
+            return work();
         }
-        work();
+        // SAFETY: a reference and a pointer to the same trait object differ in the lifetime alone,
+        // which `Closing` upholds.
+        let erased = unsafe {
+            std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(
+                std::ptr::from_ref(work),
+            )
+        };
+        let gate = Arc::new(Gate {
+            state: AtomicUsize::new(0),
+            panicked: AtomicBool::new(false),
+            caller: std::thread::current(),
+            work: Work(erased),
+        });
+        {
+            let _closing = Closing(&gate);
+            let awake = self.lobby.hand_out(helpers, &gate);
+            for _ in awake..helpers {
+                let (gate, lobby) = (Arc::clone(&gate), Arc::clone(&self.lobby));
+                self.pool.spawn(move || {
+                    gate.help();
+                    drop(gate);
+                    while let Some(gate) = lobby.wait() {
+                        gate.help();
+                    }
+                });
+            }
+            work();
+        }
+        assert!(!gate.panicked.load(Ordering::Acquire), "a helper panicked");
     }
-    assert!(!gate.panicked.load(Ordering::Acquire), "a helper panicked");
 }

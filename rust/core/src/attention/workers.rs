@@ -4,13 +4,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::kernel::scratch::{AlignedBuf, Scratch};
-use super::team;
+use super::team::Team;
 use crate::error::{Error, Result};
 
 /// A pool of threads with their working memory. Results do not depend on the number of threads.
 #[derive(Debug)]
 pub struct Workers {
-    pool: Option<rayon::ThreadPool>,
+    team: Option<Team>,
     num_threads: usize,
     scratches: Mutex<Vec<Scratch>>,
     buffers: Mutex<Vec<AlignedBuf>>,
@@ -28,22 +28,23 @@ impl Workers {
         if !(1..=MAX_THREADS).contains(&num_threads) {
             return Err(Error::invalid("num_threads", num_threads, format!("1 to {MAX_THREADS}")));
         }
-        let pool = if num_threads == 1 {
+        let team = if num_threads == 1 {
             None
         } else {
             let builder = rayon::ThreadPoolBuilder::new()
                 .num_threads(num_threads - 1)
                 .thread_name(|i| format!("chunkcache-{i}"));
-            Some(builder.build().map_err(|error| {
+            let pool = builder.build().map_err(|error| {
                 Error::invalid(
                     "num_threads",
                     num_threads,
                     format!("what the system gives: {error}"),
                 )
-            })?)
+            })?;
+            Some(Team::new(pool))
         };
         Ok(Self {
-            pool,
+            team,
             num_threads,
             scratches: Mutex::new(Vec::new()),
             buffers: Mutex::new(Vec::new()),
@@ -69,8 +70,8 @@ impl Workers {
             }
             push(&self.scratches, scratch);
         };
-        match &self.pool {
-            Some(pool) => team::run(pool, (self.num_threads - 1).min(count.max(1) - 1), &take_all),
+        match &self.team {
+            Some(team) => team.run((self.num_threads - 1).min(count.max(1) - 1), &take_all),
             None => take_all(),
         }
     }
