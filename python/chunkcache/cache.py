@@ -154,6 +154,10 @@ class ChunkCache:
         """Cut a sequence to its first tokens; see `PrefixTree.truncate`."""
         return self.tree.truncate(seq, num_tokens)
 
+    def rewind(self, seq: int, num_computed_tokens: SupportsIndex) -> None:
+        """Let the next plan of a sequence begin earlier; see `PrefixTree.rewind`."""
+        self.tree.rewind(seq, num_computed_tokens)
+
     def remove(self, seq: int) -> list[Inherited]:
         """End a sequence; see `PrefixTree.remove`."""
         return self.tree.remove(seq)

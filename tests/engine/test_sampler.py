@@ -2,18 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 
 from chunkcache.engine import SamplingParams
-from chunkcache.engine.sampler import Draws, distribution, greedy, sample
+from chunkcache.engine.sampler import Draws, distribution, sample
 
 
 def _logits(probabilities: list[float]) -> np.ndarray:
     return np.log(np.array(probabilities))
-
-
-def test_greedy_takes_the_best() -> None:
-    assert greedy(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])) == [1, 0]
 
 
 def test_the_distribution_is_the_softmax() -> None:
@@ -51,28 +46,36 @@ def test_top_p_counts_what_top_k_leaves() -> None:
     assert np.flatnonzero(result).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(0.1, [0, 1, 2]), (0.3, [1, 2]), (0.4, [1, 2]), (0.6, [1]), (1.0, [1])]
+)
+def test_min_p_keeps_what_is_near_the_most_probable(min_p, kept) -> None:
+    result = distribution(_logits([0.1, 0.6, 0.3]), SamplingParams(temperature=1.0, min_p=min_p))
+    assert np.flatnonzero(result).tolist() == kept
+
+
 @pytest.mark.parametrize(("draw", "token"), [(0.0, 0), (0.09, 0), (0.11, 1), (0.69, 1), (0.71, 2)])
 def test_a_draw_falls_into_the_part_of_its_token(draw, token) -> None:
-    logits = torch.tensor(_logits([0.1, 0.6, 0.3]))[None]
-    assert sample(logits, [SamplingParams(temperature=1.0)], [draw]) == [token]
+    logits = _logits([0.1, 0.6, 0.3])
+    assert sample(logits, SamplingParams(temperature=1.0), draw) == token
 
 
 @pytest.mark.parametrize("draw", [0.0, np.nextafter(1.0, 0)])
 def test_a_draw_never_picks_what_was_cut_off(draw) -> None:
-    logits = torch.tensor(_logits([0.2, 0.5, 0.3]))[None]
-    assert sample(logits, [SamplingParams(temperature=1.0, top_k=1)], [draw]) == [1]
+    logits = _logits([0.2, 0.5, 0.3])
+    assert sample(logits, SamplingParams(temperature=1.0, top_k=1), draw) == 1
 
 
 def test_a_very_low_temperature_takes_the_best() -> None:
-    logits = torch.tensor([[1.0, 1.5, -3.0]])
-    assert sample(logits, [SamplingParams(temperature=1e-6)], [0.999]) == [1]
+    logits = np.array([1.0, 1.5, -3.0])
+    assert sample(logits, SamplingParams(temperature=1e-6), 0.999) == 1
 
 
 def test_frequencies_follow_the_probabilities() -> None:
     draws = Draws(3, 0)
-    logits = torch.tensor(_logits([0.1, 0.6, 0.3]))[None]
-    params = [SamplingParams(temperature=1.0)]
-    tokens = [sample(logits, params, [draws.next()])[0] for _ in range(4000)]
+    logits = _logits([0.1, 0.6, 0.3])
+    params = SamplingParams(temperature=1.0)
+    tokens = [sample(logits, params, draws.next()) for _ in range(4000)]
     np.testing.assert_allclose(np.bincount(tokens) / 4000, [0.1, 0.6, 0.3], atol=0.03)
 
 

@@ -9,6 +9,7 @@ from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import EngineStats
 from chunkcache.engine.llm import LLM
 from chunkcache.engine.loader import BUILTIN_MODEL
+from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams
 
@@ -18,6 +19,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineStats",
+    "Logprob",
     "ModelSpec",
     "RequestOutput",
     "SamplingParams",

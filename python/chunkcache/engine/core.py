@@ -11,7 +11,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from chunkcache.engine import sampler
+from chunkcache.engine.logprobs import Logprob
+from chunkcache.engine.picker import Pick, TokenPicker
 from chunkcache.engine.runner import ModelRunner, StepInput
 from chunkcache.engine.scheduler import ScheduledSequence, Scheduler
 from chunkcache.engine.sequence import Request, Sequence, Status
@@ -51,13 +52,12 @@ class Engine:
         runner: ModelRunner,
         scheduler: Scheduler,
         *,
-        eos_token_ids: frozenset[int],
         chunk_bytes: int,
     ) -> None:
         """Start with no requests."""
         self._runner = runner
         self._scheduler = scheduler
-        self._eos_token_ids = eos_token_ids
+        self._picker = TokenPicker()
         self._chunk_bytes = chunk_bytes
         self._requests: list[Request] = []
         self._lock = threading.RLock()
@@ -107,11 +107,10 @@ class Engine:
         decoding_only = all(item.sequence.decoding for item in scheduled)
         logits = self._runner.run(_step_input(scheduled))
         self._count_prompt_rows(scheduled)
-        ready = []
+        ready = [item.sequence for item in scheduled if item.completes]
+        self._collect_prompt_logprobs(scheduled, logits[len(ready) :])
         for item in scheduled:
             item.sequence.num_computed += item.num_tokens
-            if item.sequence.num_uncomputed == 0:
-                ready.append(item.sequence)
         num_generated = self._pick_tokens(ready, logits)
         self._update_stats(num_generated, decoding_only, time.perf_counter() - begin)
 
@@ -124,41 +123,43 @@ class Engine:
                 sequence.request.output.num_computed_prompt_tokens += num_rows
                 self.stats.num_prompt_tokens_computed += num_rows
 
+    def _collect_prompt_logprobs(
+        self, scheduled: list[ScheduledSequence], logits: torch.Tensor
+    ) -> None:
+        """Hand out the ``logits`` of prompt rows, which stand in the order of the sequences."""
+        begin = 0
+        for item in scheduled:
+            request = item.sequence.request
+            positions = item.prompt_positions
+            if positions and request.prompt_logprobs is not None:
+                end = begin + len(positions)
+                request.prompt_logprobs.add(logits[begin:end], request.tokenizer)
+                begin = end
+
     def _pick_tokens(self, ready: list[Sequence], logits: torch.Tensor) -> int:
-        """Pick a token for each row of ``logits``, and for the samples that fork from it."""
-        rows = list(range(len(ready)))
+        """Pick a token for each of ``ready`` by its row, and for the samples that fork from it."""
+        picks = [Pick(row, sequence.state) for row, sequence in enumerate(ready)]
         for row, sequence in enumerate(ready[:]):
             for sibling in _waiting_siblings(sequence):
                 if self._scheduler.fork(sequence, sibling):
                     ready.append(sibling)
-                    rows.append(row)
-        tokens = self._tokens_of(ready, rows, logits)
-        for sequence, token in zip(ready, tokens, strict=True):
-            self._accept(sequence, token)
+                    picks.append(Pick(row, sibling.state))
+        if not picks:
+            return 0
+        picked = self._picker.pick(logits, picks)
+        for error in picked.errors.values():
+            raise error
+        tokens = picked.tokens.tolist()
+        for sequence, token, logprobs in zip(ready, tokens, picked.logprobs, strict=True):
+            self._accept(sequence, token, logprobs)
         return len(ready)
 
-    def _tokens_of(
-        self, sequences: list[Sequence], rows: list[int], logits: torch.Tensor
-    ) -> list[int]:
-        best = sampler.greedy(logits)
-        tokens = [best[row] for row in rows]
-        drawn = [i for i, sequence in enumerate(sequences) if sequence.draws is not None]
-        if drawn:
-            picked = sampler.sample(
-                logits[[rows[i] for i in drawn]],
-                [sequences[i].request.params for i in drawn],
-                [draws.next() for i in drawn if (draws := sequences[i].draws) is not None],
-            )
-            for i, token in zip(drawn, picked, strict=True):
-                tokens[i] = token
-        return tokens
-
-    def _accept(self, sequence: Sequence, token: int) -> None:
+    def _accept(self, sequence: Sequence, token: int, logprobs: dict[int, Logprob] | None) -> None:
         request = sequence.request
         now = time.perf_counter() - request.arrival
         if not any(seq.output.token_ids for seq in request.sequences):
             request.output.time_to_first_token = now
-        piece = sequence.accept(token, self._eos_token_ids)
+        piece = sequence.accept(token, logprobs)
         request.pieces.append(piece)
         if piece.finish_reason is not None:
             self._scheduler.remove(sequence)
@@ -189,16 +190,15 @@ def _step_input(scheduled: list[ScheduledSequence]) -> StepInput:
         item.sequence.tokens[item.sequence.num_computed :][: item.num_tokens] for item in scheduled
     ]
     ends = list(accumulate(item.num_tokens for item in scheduled))
-    last_rows = [
-        end - 1
-        for item, end in zip(scheduled, ends, strict=True)
-        if item.num_tokens == item.sequence.num_uncomputed
-    ]
+    wanted_rows = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.completes]
+    for item, end in zip(scheduled, ends, strict=True):
+        first_row = end - item.num_tokens - item.sequence.num_computed
+        wanted_rows += [first_row + position for position in item.prompt_positions]
     return StepInput(
         handles=[item.sequence.handle for item in scheduled],
         token_ids=np.concatenate(pieces).astype(np.int64),
         qo_indptr=np.array([0, *ends], dtype=np.int32),
-        logits_rows=np.array(last_rows, dtype=np.int64),
+        logits_rows=np.array(wanted_rows, dtype=np.int64),
     )
 
 

@@ -27,26 +27,35 @@ class Detokenizer:
         # `_read`, keeps the spaces that a tokenizer drops at the start of a text.
         self._context = 0
         self._read = 0
+        # Characters of the tokens from `_read` on that are in the text already.
+        self._num_shown = 0
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is now certain, "" if none is."""
         self._ids.append(token_id)
-        context = self._decode(self._context, self._read)
-        text = self._decode(self._context, len(self._ids))
+        begin, text = self._undecided()
         held = len(self._ids) - self._read
         if text.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS:
+            # What stands before the character that is not complete is certain.
+            certain = text.rstrip(_REPLACEMENT)[begin:]
+            self._num_shown += len(certain)
+            return certain
+        if len(text) <= begin:
             return ""
-        if len(text) <= len(context):
-            return ""
-        self._context, self._read = self._read, len(self._ids)
-        return text[len(context) :]
+        self._context, self._read, self._num_shown = self._read, len(self._ids), 0
+        return text[begin:]
 
     def finish(self) -> str:
         """Return the text still held back, without incomplete characters."""
-        context = self._decode(self._context, self._read)
-        text = self._decode(self._context, len(self._ids))
+        begin, text = self._undecided()
         self._context = self._read = len(self._ids)
-        return text[len(context) :].rstrip(_REPLACEMENT)
+        self._num_shown = 0
+        return text[begin:].rstrip(_REPLACEMENT)
+
+    def _undecided(self) -> tuple[int, str]:
+        """Return the text from `_context` on, and where in it that begins which was not shown."""
+        context = self._decode(self._context, self._read)
+        return len(context) + self._num_shown, self._decode(self._context, len(self._ids))
 
     def _decode(self, begin: int, end: int) -> str:
         if begin == end:
@@ -60,40 +69,56 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text before the first of some strings, wherever token borders fall.
+    """Ends a text at the first of some strings, wherever token borders fall.
 
-    Text that may be the beginning of a stop string is held back until that is decided.
+    The first is the one that is complete first, and the longest of those that end together. Text
+    that may be the beginning of a stop string is held back until that is decided.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        """Start with an empty text."""
+    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
+        """Start with an empty text.
+
+        Args:
+            strings: what ends the text.
+            include: end the text after the string, not before it.
+        """
         self._strings = tuple(strings)
+        self._include = include
         self._held = ""
+        # A string that is complete within these first characters of `_held` does not count.
+        self._num_exempt = 0
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Add text and return what may be shown; `matched` is set when a stop string is found."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """Add text and return what may be shown; `matched` is set when a stop string is found.
+
+        Args:
+            text: the next piece.
+            counts: whether a stop string that is complete in this piece ends the text.
+        """
         self._held += text
-        found = [
-            (position, -len(string), string)
-            for string in self._strings
-            if (position := self._held.find(string)) >= 0
-        ]
-        if found:
-            position, _, self.matched = min(found)
-            shown, self._held = self._held[:position], ""
+        if not counts:
+            self._num_exempt = len(self._held)
+        found = min(filter(None, map(self._find, self._strings)), default=None)
+        if found is not None:
+            end, begin = found
+            self.matched = self._held[begin:end]
+            shown, self._held = self._held[: end if self._include else begin], ""
             return shown
-        keep = self._possible_beginning()
-        shown, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
+        num_shown = len(self._held) - self._possible_beginning()
+        shown, self._held = self._held[:num_shown], self._held[num_shown:]
+        self._num_exempt = max(0, self._num_exempt - num_shown)
         return shown
 
     def finish(self) -> str:
         """Return the text still held back."""
         shown, self._held = self._held, ""
         return shown
+
+    def _find(self, string: str) -> tuple[int, int] | None:
+        """Return end and beginning of the first place of ``string`` that counts."""
+        begin = self._held.find(string, max(0, self._num_exempt - len(string) + 1))
+        return (begin + len(string), begin) if begin >= 0 else None
 
     def _possible_beginning(self) -> int:
         """Return the length of the longest end of the held text that begins a stop string."""

@@ -19,7 +19,7 @@ from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import Engine, EngineStats
 from chunkcache.engine.inspection import inspect_model
 from chunkcache.engine.outputs import RequestOutput, StreamOutput
-from chunkcache.engine.params import SamplingParams
+from chunkcache.engine.params import SamplingParams, check_vocabulary
 from chunkcache.engine.probe import probe
 from chunkcache.engine.prompts import Prompt, TokenizedPrompt, tokenize
 from chunkcache.engine.runner import ModelRunner
@@ -97,7 +97,6 @@ class LLM:
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
                 sharing=self.config.enable_prefix_sharing,
             ),
-            eos_token_ids=self.spec.eos_token_ids,
             chunk_bytes=chunk_bytes,
         )
 
@@ -195,6 +194,8 @@ class LLM:
         params = _params_for_each(sampling_params, len(tokenized))
         if not isinstance(cache_salt, str):
             raise InvalidConfigError(f"cache_salt is {cache_salt!r}; allowed is a str")
+        for prompt_params in params:
+            check_vocabulary(prompt_params, self.spec.vocab_size)
         limits = [
             self._max_tokens(prompt, index, prompt_params)
             for index, (prompt, prompt_params) in enumerate(zip(tokenized, params, strict=True))
@@ -211,6 +212,7 @@ class LLM:
                 max_tokens=limits[index],
                 seed=self._seed(params[index]),
                 cache_salt=cache_salt,
+                eos_token_ids=self.spec.eos_token_ids,
                 tokenizer=self.tokenizer,
             )
             for index, prompt in enumerate(tokenized)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chunkcache.engine.logprobs import Logprob
+
 
 @dataclass
 class CompletionOutput:
@@ -16,6 +18,9 @@ class CompletionOutput:
         finish_reason: "stop" (an end-of-sequence token, a stop string or a stop id), "length"
             (max_tokens or the model's length), or None while it is running.
         stop_reason: the stop string or stop id that ended it, None otherwise.
+        logprobs: for each token a dict from token ids to log-probabilities, the token itself first,
+            then the most probable ones; None if ``SamplingParams.logprobs`` is.
+        cumulative_logprob: sum of the tokens' log-probabilities; None likewise.
     """
 
     index: int
@@ -23,6 +28,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
@@ -39,6 +46,9 @@ class RequestOutput:
             those of its further samples and those computed again after a preemption included.
         time_to_first_token: seconds from the request's arrival to its first token, NaN before it.
         latency: seconds from its arrival to its last token, NaN before it.
+        prompt_logprobs: for each token of the prompt what `CompletionOutput.logprobs` has, None for
+            the first one; complete with the first token. None if
+            ``SamplingParams.prompt_logprobs`` is.
     """
 
     request_id: int
@@ -49,6 +59,7 @@ class RequestOutput:
     num_computed_prompt_tokens: int = 0
     time_to_first_token: float = float("nan")
     latency: float = float("nan")
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -67,6 +78,7 @@ class StreamOutput:
         token_ids: the tokens to add to those that came before.
         finish_reason: why the sample ended with this piece, None if more is to come.
         request: the request with all its samples, as it stands by now.
+        logprobs: those of ``token_ids``, as in `CompletionOutput`.
     """
 
     request_index: int
@@ -75,3 +87,4 @@ class StreamOutput:
     token_ids: list[int]
     finish_reason: str | None
     request: RequestOutput
+    logprobs: list[dict[int, Logprob]] | None = None

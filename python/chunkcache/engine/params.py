@@ -4,27 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from chunkcache.errors import InvalidConfigError
+
+_MAX_BIAS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are chosen and when it ends.
 
+    Names and meanings are those of vLLM's ``SamplingParams``; where Hugging Face transformers has
+    the same thing, its ``LogitsProcessor`` is named beside it. A step's logits are changed in
+    vLLM's order: ``logit_bias``, ``min_tokens``, ``repetition_penalty``, ``frequency_penalty``,
+    ``presence_penalty``; then, unless the best token is taken, ``temperature``, ``min_p``,
+    ``top_k``, ``top_p``.
+
     Args:
         temperature: divides the logits; 0 (the default) takes the best token of each step.
         top_k: keep the ``top_k`` most probable tokens; 0 or -1 keeps all.
         top_p: keep the fewest tokens whose probabilities add up to at least ``top_p``, in (0, 1].
+        min_p: keep the tokens whose probability is at least ``min_p`` times that of the most
+            probable one, in [0, 1] (``MinPLogitsWarper``).
+        presence_penalty: taken from the logit of every token that was generated, in [-2, 2].
+        frequency_penalty: taken from it once for each time that it was generated, in [-2, 2].
+        repetition_penalty: divides the logit of every token of the prompt or of what was generated
+            if that is positive, multiplies it otherwise; above 0
+            (``RepetitionPenaltyLogitsProcessor``).
+        logit_bias: token ids and what is added to their logits, in [-100, 100] as in OpenAI's API
+            (``SequenceBiasLogitsProcessor`` with single tokens). Ids may be decimal strings, as
+            JSON has them.
         seed: seeds this request's own generator, so that its draws do not depend on what else is
             in the batch. None takes the next seed of the engine's generator.
         max_tokens: most tokens to generate; None means as many as the model's length allows.
-        stop: one or more strings that end the text. The text ends before the string.
+        min_tokens: tokens to generate before any that ends the request: end-of-sequence and stop
+            ids are not chosen among the first ``min_tokens`` tokens
+            (``MinNewTokensLengthLogitsProcessor``), and a stop string that is complete by then
+            does not count.
+        stop: one or more strings that end the text. The text ends before the string. Of several,
+            the one that is complete first counts, and of those that end together the longest.
+        include_stop_str_in_output: end the text after the stop string instead.
         stop_token_ids: token ids that end the request, besides the model's end-of-sequence ids.
         ignore_eos: go on past the end-of-sequence ids.
         n: number of samples of the same prompt. Sample ``i`` draws from ``(seed, i)``.
+        logprobs: give the log-probability of each generated token, and those of the ``logprobs``
+            most probable ones; -1 for all tokens, None for none.
+        prompt_logprobs: likewise for each token of the prompt but the first. Rows of the prompt
+            that are cached are run through the model for it.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -34,33 +62,70 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     seed: int | None = None
     max_tokens: int | None = 128
+    min_tokens: int = 0
     stop: str | Sequence[str] | None = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         """Check every argument."""
+        self._check_choice()
+        self._check_penalties()
+        self._check_end()
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if number is not None and (not _is_int(number) or number < -1):
+                raise _out_of_range(name, number, "None, an int of at least 0, or -1 for all")
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+
+    def _check_choice(self) -> None:
         if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
             raise _out_of_range("temperature", self.temperature, "a finite number of at least 0")
         if not _is_int(self.top_k) or self.top_k < -1:
             raise _out_of_range("top_k", self.top_k, "an int of at least 1, or 0 or -1 for all")
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
             raise _out_of_range("top_p", self.top_p, "a number in (0, 1]")
+        if not _is_real(self.min_p) or not 0 <= self.min_p <= 1:
+            raise _out_of_range("min_p", self.min_p, "a number in [0, 1]")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
             raise _out_of_range("seed", self.seed, "None or an int in [0, 2**64)")
-        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
-            raise _out_of_range("max_tokens", self.max_tokens, "None or an int of at least 1")
         if not _is_int(self.n) or self.n < 1:
             raise _out_of_range("n", self.n, "an int of at least 1")
-        for name in ("ignore_eos", "skip_special_tokens"):
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            if not _is_real(penalty) or not -2 <= penalty <= 2:
+                raise _out_of_range(name, penalty, "a number in [-2, 2]")
+        penalty = self.repetition_penalty
+        if not _is_real(penalty) or not 0 < penalty < math.inf:
+            raise _out_of_range("repetition_penalty", penalty, "a finite number above 0")
+
+    def _check_end(self) -> None:
+        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
+            raise _out_of_range("max_tokens", self.max_tokens, "None or an int of at least 1")
+        if not _is_int(self.min_tokens) or self.min_tokens < 0:
+            raise _out_of_range("min_tokens", self.min_tokens, "an int of at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            allowed = f"at most max_tokens, which is {self.max_tokens}"
+            raise _out_of_range("min_tokens", self.min_tokens, allowed)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "True or False")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -78,6 +143,24 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Check that the model has the tokens that ``params`` asks for.
+
+    Raises:
+        InvalidConfigError: a token id is not below ``vocab_size``, or more log-probabilities are
+            wanted.
+    """
+    for token_id in params.logit_bias or ():
+        if token_id >= vocab_size:
+            allowed = f"ids below {vocab_size}, the size of the model's vocabulary"
+            raise _out_of_range("logit_bias", params.logit_bias, allowed)
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(params, name)
+        if number is not None and number > vocab_size:
+            allowed = f"at most {vocab_size}, the size of the model's vocabulary"
+            raise _out_of_range(name, number, allowed)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -88,6 +171,28 @@ def _is_real(value: object) -> bool:
 
 def _out_of_range(name: str, given: object, allowed: str) -> InvalidConfigError:
     return InvalidConfigError(f"{name} is {given!r}; allowed is {allowed}")
+
+
+def _logit_bias(given: Any) -> dict[int, float] | None:
+    if given is None:
+        return None
+    allowed = (
+        f"None, or a dict from token ids in [0, 2**32) to numbers in [-{_MAX_BIAS}, {_MAX_BIAS}]"
+    )
+    if not isinstance(given, Mapping):
+        raise _out_of_range("logit_bias", given, allowed)
+    biases = {_token_id(token_id): bias for token_id, bias in given.items()}
+    for token_id, bias in biases.items():
+        if token_id is None or not _is_real(bias) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            raise _out_of_range("logit_bias", given, allowed)
+    return {token_id: float(bias) for token_id, bias in biases.items() if token_id is not None}
+
+
+def _token_id(given: object) -> int | None:
+    """Return a token id, also from a decimal string; None if it is not one."""
+    if isinstance(given, str) and given.isascii() and given.isdigit():
+        given = int(given)
+    return given if isinstance(given, int) and _is_int(given) and 0 <= given < 2**32 else None
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -1,12 +1,9 @@
-"""Picks the next token of each sequence from its logits."""
+"""The distribution that temperature, min_p, top_k and top_p make of logits, and draws from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from chunkcache.engine.params import SamplingParams
 
@@ -27,30 +24,21 @@ class Draws:
         return float(self._generator.random())
 
 
-def greedy(logits: torch.Tensor) -> list[int]:
-    """Return the best token of each row of ``logits`` ``[rows, vocab_size]``."""
-    best: list[int] = logits.argmax(dim=-1).tolist()
-    return best
-
-
-def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]
-) -> list[int]:
-    """Draw a token for each row of ``logits`` ``[rows, vocab_size]``.
+def sample(logits: npt.NDArray[np.float64], params: SamplingParams, draw: float) -> int:
+    """Draw a token from the logits of one row.
 
     The kept tokens stand in the order of their ids, and the draw picks the one in whose part of
-    the cumulative distribution it falls. Rows do not influence each other.
+    the cumulative distribution it falls.
 
     Args:
-        logits: any float dtype; computed in float64.
-        params: temperature, top_k and top_p of each row; the temperature is above 0.
-        draws: a number in [0, 1) for each row.
+        logits: ``[vocab_size]``.
+        params: temperature, min_p, top_k and top_p; the temperature is above 0.
+        draw: a number in [0, 1).
     """
-    rows = logits.to(device="cpu", dtype=torch.float64).numpy()
-    return [
-        _sample_row(row, row_params, draw)
-        for row, row_params, draw in zip(rows, params, draws, strict=True)
-    ]
+    cumulative = np.cumsum(distribution(logits, params))
+    # The last sum may miss 1 by rounding: the draw scales with it, and stays below it.
+    total = cumulative[-1]
+    return int(np.searchsorted(cumulative, min(draw * total, np.nextafter(total, 0)), side="right"))
 
 
 def distribution(
@@ -58,10 +46,11 @@ def distribution(
 ) -> npt.NDArray[np.float64]:
     """Return the probabilities ``[vocab_size]`` that ``params`` gives to the tokens of one row.
 
-    top_p is applied to what top_k leaves, and counts from the most probable token on; of equal
-    ones the lower id comes first.
+    top_k is applied to what min_p leaves, and top_p to what top_k leaves, in shares of that; both
+    count from the most probable token on; of equal ones the lower id comes first.
     """
     weights = np.exp((logits - logits.max()) / params.temperature)
+    weights[weights < params.min_p] = 0
     if 0 < params.top_k < len(weights) or params.top_p < 1:
         kept = _most_probable(weights, params)
         cut = np.zeros_like(weights)
@@ -92,10 +81,3 @@ def _most_probable(
         total = weights[kept].sum()
     before = np.cumsum(weights[kept]) - weights[kept]
     return kept[before < params.top_p * total] if params.top_p < 1 else kept
-
-
-def _sample_row(logits: npt.NDArray[np.float64], params: SamplingParams, draw: float) -> int:
-    cumulative = np.cumsum(distribution(logits, params))
-    # The last sum may miss 1 by rounding: the draw scales with it, and stays below it.
-    total = cumulative[-1]
-    return int(np.searchsorted(cumulative, min(draw * total, np.nextafter(total, 0)), side="right"))

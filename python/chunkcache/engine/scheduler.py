@@ -26,6 +26,20 @@ class ScheduledSequence:
     sequence: Sequence
     num_tokens: int
 
+    @property
+    def completes(self) -> bool:
+        """Whether the step leaves no token of the sequence uncomputed, so that one is picked."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+    @property
+    def prompt_positions(self) -> range:
+        """The positions whose logits are needed for log-probabilities of the prompt."""
+        collected = self.sequence.request.prompt_logprobs
+        if collected is None or self.sequence is not self.sequence.request.leader:
+            return range(0)
+        begin = self.sequence.num_computed
+        return collected.wanted(begin, begin + self.num_tokens)
+
 
 class Scheduler:
     """Owns the sequences' places in the cache."""
@@ -146,7 +160,13 @@ class Scheduler:
             if not self.running:
                 raise
             return False
-        self._start(sequence, inserted.seq, inserted.num_computed_tokens)
+        num_computed = inserted.num_computed_tokens
+        collected = request.prompt_logprobs
+        if sequence is request.leader and collected is not None and not collected.is_complete:
+            # The logits of cached rows are needed too: they are run as queries, without a write.
+            num_computed = min(num_computed, collected.next_position)
+            self._cache.rewind(inserted.seq, num_computed)
+        self._start(sequence, inserted.seq, num_computed)
         if sequence is request.leader and not sequence.output.token_ids:
             request.output.cached_tokens = inserted.cached_tokens
         return True

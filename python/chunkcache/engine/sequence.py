@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from chunkcache.engine.detokenizer import Detokenizer, StopStrings
+from chunkcache.engine.logprobs import Logprob, PromptLogprobs, with_text
 from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams
-from chunkcache.engine.sampler import Draws
+from chunkcache.engine.picker import SampleState
 
 NO_HANDLE = -1
 
@@ -36,7 +37,8 @@ class Sequence:
         self.index = index
         self.status = Status.WAITING
         self.output = CompletionOutput(index)
-        self.draws = None if params.greedy else Draws(seed, index)
+        end_token_ids = request.eos_token_ids.union(params.stop_ids)
+        self.state = SampleState(params, seed, index, request.prompt_token_ids, end_token_ids)
         # Its handle in the cache, while it is running.
         self.handle = NO_HANDLE
         # Tokens whose K/V is written, and tokens that the cache's tree knows.
@@ -46,7 +48,9 @@ class Sequence:
         self._tokens = np.empty(self.num_tokens + request.max_tokens, dtype=np.uint32)
         self._tokens[: self.num_tokens] = request.prompt_token_ids
         self._detokenizer = tokenizer and Detokenizer(tokenizer, params.skip_special_tokens)
-        self._stop = StopStrings(params.stop_strings)
+        self._stop = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        if params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
@@ -73,13 +77,13 @@ class Sequence:
         """Return the key by which older sequences go first."""
         return self.request.output.request_id, self.index
 
-    def accept(self, token: int, eos_token_ids: frozenset[int]) -> StreamOutput:
+    def accept(self, token: int, logprobs: dict[int, Logprob] | None = None) -> StreamOutput:
         """Add a generated token and return the piece of output that it makes."""
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
         self.output.token_ids.append(token)
         request, params = self.request, self.request.params
-        ends = not params.ignore_eos and token in eos_token_ids
+        ends = not params.ignore_eos and token in request.eos_token_ids
         text = self._text_of(token) if not ends else ""
         if self._stop.matched is not None:
             self.output.finish_reason, self.output.stop_reason = "stop", self._stop.matched
@@ -93,19 +97,36 @@ class Sequence:
             text += self._remaining_text()
         self.output.text += text
         return StreamOutput(
-            request.index, self.index, text, [token], self.output.finish_reason, request.output
+            request.index,
+            self.index,
+            text,
+            [token],
+            self.output.finish_reason,
+            request.output,
+            self._add_logprobs(token, logprobs),
         )
+
+    def _add_logprobs(
+        self, token: int, logprobs: dict[int, Logprob] | None
+    ) -> list[dict[int, Logprob]] | None:
+        output = self.output
+        if logprobs is None or output.logprobs is None or output.cumulative_logprob is None:
+            return None
+        added = [with_text(logprobs, self.request.tokenizer)]
+        output.logprobs += added
+        output.cumulative_logprob += logprobs[token].logprob
+        return added
 
     def _text_of(self, token: int) -> str:
         if self._detokenizer is None:
             return ""
-        return self._stop.push(self._detokenizer.push(token))
+        counts = len(self.output.token_ids) > self.request.params.min_tokens
+        return self._stop.push(self._detokenizer.push(token), counts=counts)
 
     def _remaining_text(self) -> str:
         if self._detokenizer is None:
             return ""
-        text = self._stop.push(self._detokenizer.finish())
-        return text if self._stop.matched is not None else text + self._stop.finish()
+        return self._stop.push(self._detokenizer.finish(), counts=False) + self._stop.finish()
 
 
 class Request:
@@ -122,6 +143,7 @@ class Request:
         max_tokens: int,
         seed: int,
         cache_salt: str,
+        eos_token_ids: frozenset[int],
         tokenizer: Any | None,
     ) -> None:
         """Set up all samples.
@@ -135,18 +157,28 @@ class Request:
             max_tokens: ``params.max_tokens`` within what the model's length leaves.
             seed: ``params.seed``, or the one that the engine gives.
             cache_salt: namespace in the prefix tree.
+            eos_token_ids: the model's, which end a text.
             tokenizer: makes the text; None for no text.
         """
         self.index = index
         self.params = params
         self.max_tokens = max_tokens
         self.cache_salt = cache_salt
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
         self.prompt_token_ids = prompt_token_ids
         self.arrival = time.perf_counter()
         self.sequences = [Sequence(self, i, seed, tokenizer) for i in range(params.n)]
         self.output = RequestOutput(
             request_id, prompt, prompt_token_ids, [seq.output for seq in self.sequences]
         )
+        self.prompt_logprobs = (
+            None
+            if params.prompt_logprobs is None
+            else PromptLogprobs(prompt_token_ids, params.prompt_logprobs)
+        )
+        if self.prompt_logprobs is not None:
+            self.output.prompt_logprobs = self.prompt_logprobs.entries
         self.pieces: deque[StreamOutput] = deque()
         self.error: BaseException | None = None
 

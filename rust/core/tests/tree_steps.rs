@@ -201,3 +201,35 @@ fn a_run_that_gave_a_chunk_back_has_another_generation() {
     tree.truncate(seq, 3).unwrap();
     assert_ne!(tree.segment(tree.leaf(seq).unwrap()).run, run);
 }
+
+#[test]
+fn a_rewound_sequence_queries_what_is_written_without_writing_it() {
+    let mut tree = tree(16, 4);
+    let first = tree.insert(&numbers(8), b"").unwrap().seq;
+    tree.commit(&[(first, 8)]).unwrap();
+    let second = tree.insert(&numbers(11), b"").unwrap();
+    assert_eq!((second.num_matched_tokens, second.num_computed_tokens), (8, 8));
+    tree.rewind(second.seq, 0).unwrap();
+    let step = tree.begin_step(&[(second.seq, 5)]).unwrap();
+    assert_eq!((step.rows[0].start, step.rows[0].num_cached_rows), (0, 5));
+    tree.commit_step(step.id).unwrap();
+    let step = tree.begin_step(&[(second.seq, 6)]).unwrap();
+    assert_eq!((step.rows[0].start, step.rows[0].num_cached_rows), (5, 3));
+    tree.commit_step(step.id).unwrap();
+    assert_eq!(computed(&tree, second.seq), 11);
+    tree.check_invariants().unwrap();
+}
+
+#[test]
+fn a_sequence_is_rewound_only_to_what_it_has_computed_and_between_steps() {
+    let mut tree = tree(16, 4);
+    let seq = tree.insert(&numbers(8), b"").unwrap().seq;
+    tree.commit(&[(seq, 3)]).unwrap();
+    assert!(matches!(tree.rewind(seq, 4), Err(Error::InvalidConfig { .. })));
+    let step = tree.begin_step(&[(seq, 2)]).unwrap();
+    assert!(matches!(tree.rewind(seq, 0), Err(Error::InvalidConfig { .. })));
+    tree.commit_step(step.id).unwrap();
+    tree.rewind(seq, 2).unwrap();
+    assert_eq!(computed(&tree, seq), 2);
+    tree.check_invariants().unwrap();
+}

@@ -126,6 +126,11 @@ pub fn num_tokens(object: Object<'_, '_>) -> PyResult<usize> {
     size("num_tokens", object)
 }
 
+/// A position among computed tokens.
+pub fn num_computed_tokens(object: Object<'_, '_>) -> PyResult<usize> {
+    size("num_computed_tokens", object)
+}
+
 /// A number of tokens for each sequence.
 pub fn num_tokens_each(object: Object<'_, '_>) -> PyResult<Vec<u32>> {
     let read = |name: &str, item: Object<'_, '_>| {

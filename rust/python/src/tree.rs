@@ -256,6 +256,28 @@ impl PyPrefixTree {
         Ok(truncated.into())
     }
 
+    /// Let the next plan of a sequence begin at an earlier token.
+    ///
+    /// Its chunks stay as they are: tokens that are written get queries without a write (slot -1),
+    /// for those who need the model's output at positions that were found in the tree.
+    ///
+    /// Args:
+    ///     seq: the sequence, in no open plan.
+    ///     num_computed_tokens: where the next plan begins, 0 to its present
+    ///         `num_computed_tokens`.
+    ///
+    /// Raises:
+    ///     UnknownSequenceError: no such sequence.
+    ///     InvalidConfigError: a position that is not allowed, or a sequence in an open plan.
+    fn rewind(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::seq)] seq: SeqHandle,
+        #[pyo3(from_py_with = args::num_computed_tokens)] num_computed_tokens: usize,
+    ) -> PyResult<()> {
+        self.shared.with(py, false, |state| state.tree.rewind(seq, num_computed_tokens))
+    }
+
     /// Remove a sequence; its handle is invalid from here on.
     ///
     /// Full written chunks are retained for reuse until they are evicted; a partial leaf, and

@@ -35,6 +35,7 @@ mod lru;
 mod namespaces;
 mod pin;
 mod render;
+mod rewind;
 mod segment;
 mod sequence;
 mod slab;

@@ -1,0 +1,130 @@
+"""Picks a token for each sample of a step, from the step's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chunkcache.engine import sampler
+from chunkcache.engine.logprobs import Logprob, logprobs_of
+from chunkcache.engine.params import SamplingParams
+from chunkcache.engine.penalties import LogitsAdjuster
+from chunkcache.engine.sampler import Draws
+from chunkcache.errors import ChunkCacheError
+
+
+class SampleState:
+    """What the choice of one sample's tokens depends on, beside the logits.
+
+    It belongs to the picker, which adds each token that it picks. All of it follows from the
+    request and those tokens: what else is in the batch, and whether the sequence was set aside
+    meanwhile, makes no difference.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        index: int,
+        prompt_token_ids: Sequence[int],
+        end_token_ids: Iterable[int],
+    ) -> None:
+        """Begin with nothing generated.
+
+        Args:
+            params: of the request.
+            seed: of the request.
+            index: number of the sample.
+            prompt_token_ids: the request's prompt.
+            end_token_ids: what may not come before ``params.min_tokens``.
+        """
+        self.params = params
+        self.token_ids: list[int] = []
+        self.draws = None if params.greedy else Draws(seed, index)
+        self._adjuster = LogitsAdjuster(params, prompt_token_ids, end_token_ids)
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the token is that of the highest logit, and nothing is told of the others."""
+        return (
+            self.draws is None and self._adjuster.changes_nothing and self.params.logprobs is None
+        )
+
+    def pick(self, logits: npt.NDArray[np.float64]) -> int:
+        """Pick the next token from the model's logits ``[vocab_size]``.
+
+        Raises:
+            ChunkCacheError: there is no token to choose.
+        """
+        if not self._adjuster.changes_nothing:
+            logits = self._adjuster.apply(logits.copy(), self.token_ids)
+        if not np.isfinite(logits.max()):
+            raise ChunkCacheError(
+                "the model's logits leave no token to choose: they are not finite"
+            )
+        if self.draws is None:
+            token = int(logits.argmax())
+        else:
+            token = sampler.sample(logits, self.params, self.draws.next())
+        self.token_ids.append(token)
+        return token
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A token to pick for ``state`` from row ``row`` of the step's logits."""
+
+    row: int
+    state: SampleState
+
+
+@dataclass(slots=True)
+class Picked:
+    """What was picked.
+
+    Attributes:
+        tokens: int64 ``[picks]``, on the logits' device; arbitrary where there is an error.
+        logprobs: for each pick its log-probabilities, None if they are not wanted.
+        errors: the picks that failed, and why; the others are not concerned.
+    """
+
+    tokens: torch.Tensor
+    logprobs: list[dict[int, Logprob] | None]
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+
+class TokenPicker:
+    """Picks the tokens of a step."""
+
+    def pick(self, logits: torch.Tensor, picks: Sequence[Pick]) -> Picked:
+        """Pick a token for each of ``picks``; several may use one row.
+
+        Args:
+            logits: ``[rows, vocab_size]``, any float dtype. What is not simply the best token is
+                computed in float64 on the host.
+            picks: the rows, and whose token it is.
+        """
+        best, tokens = logits.max(dim=-1)
+        rows = torch.tensor([pick.row for pick in picks], device=logits.device)
+        picked = Picked(tokens[rows], [None] * len(picks))
+        finite = best.isfinite().tolist()
+        on_host = [i for i, pick in enumerate(picks) if not pick.state.takes_best]
+        values = logits[rows[on_host]].to("cpu", torch.float64).numpy()
+        for i, row in zip(on_host, values, strict=True):
+            state = picks[i].state
+            try:
+                token = state.pick(row)
+                picked.tokens[i] = token
+                if (number := state.params.logprobs) is not None:
+                    own_row = logits[picks[i].row : picks[i].row + 1]
+                    picked.logprobs[i] = logprobs_of(own_row, [token], number)[0]
+            except Exception as error:  # Fails this pick alone, whatever went wrong in it.
+                picked.errors[i] = error
+        for i in set(range(len(picks))) - set(on_host):
+            if not finite[picks[i].row]:
+                picked.errors[i] = ChunkCacheError("the model's logits are not finite")
+        return picked
