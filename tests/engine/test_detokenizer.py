@@ -7,6 +7,13 @@ from chunkcache.engine.detokenizer import Detokenizer, StopStrings
 TEXTS = ["plain words", "né à Zürich", "日本語と한국어", "family: 👨‍👩‍👧‍👦 done", " leading space"]
 
 
+class _ByteTokenizer:
+    """Its tokens are strings of bytes."""
+
+    def decode(self, tokens, **_) -> str:
+        return b"".join(tokens).decode(errors="replace")
+
+
 def _pieces(tokenizer, token_ids) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
     return [*map(detokenizer.push, token_ids), detokenizer.finish()]
@@ -52,6 +59,51 @@ def test_a_stop_string_across_pieces_ends_the_text() -> None:
     stop = StopStrings(["END"])
     assert [stop.push(piece) for piece in ["one E", "N", "D two"]] == ["one ", "", ""]
     assert stop.matched == "END"
+
+
+def test_what_stands_before_an_incomplete_character_is_shown() -> None:
+    detokenizer = Detokenizer(_ByteTokenizer())
+    assert [detokenizer.push(piece) for piece in (b"END\xe2", b"\x82", b"\xac!")] == [
+        "END",
+        "",
+        "€!",
+    ]
+
+
+def test_the_stop_string_that_is_complete_first_counts_wherever_borders_fall() -> None:
+    for pieces in (["later"], ["lat", "er"], ["l", "a", "t", "e", "r"]):
+        stop = StopStrings(["later", "at"])
+        shown = ""
+        while stop.matched is None:
+            shown += stop.push(pieces.pop(0))
+        assert shown == "l"
+        assert stop.matched == "at"
+
+
+def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
+    stop = StopStrings(["ter", "later", "r"])
+    assert stop.push("the later") == "the "
+    assert stop.matched == "later"
+
+
+@pytest.mark.parametrize("pieces", [["one END two"], ["one E", "N", "D two"]])
+def test_a_stop_string_may_be_included(pieces) -> None:
+    stop = StopStrings(["END"], include=True)
+    assert "".join(map(stop.push, pieces)) == "one END"
+    assert stop.matched == "END"
+
+
+def test_a_stop_string_that_is_complete_too_early_is_shown() -> None:
+    stop = StopStrings(["END"])
+    pieces = [stop.push("END E", counts=False), stop.push("N", counts=False), stop.push("D x END")]
+    assert pieces == ["END ", "", ""]
+    assert stop.matched == "END"
+
+
+def test_a_stop_string_inside_a_held_beginning_that_came_too_early_does_not_count() -> None:
+    stop = StopStrings(["xENDy", "END"])
+    assert [stop.push("xEND", counts=False), stop.push("z")] == ["", "xENDz"]
+    assert stop.matched is None
 
 
 def test_a_beginning_that_goes_on_otherwise_is_shown() -> None:

@@ -19,6 +19,26 @@ from chunkcache.engine import EngineConfig, SamplingParams
         ("top_k", 1.5),
         ("top_p", 0.0),
         ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", [1]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: None}),
+        ("min_tokens", -1),
+        ("min_tokens", 129),
+        ("logprobs", -2),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.0),
+        ("include_stop_str_in_output", 1),
         ("seed", -1),
         ("max_tokens", 0),
         ("max_tokens", True),
@@ -80,3 +100,11 @@ def test_no_stop_may_be_given_as_none() -> None:
 def test_a_number_for_what_stops_is_refused(name) -> None:
     with pytest.raises(InvalidConfigError, match=f"{name} is 3; allowed is None, or"):
         SamplingParams(**{name: 3})
+
+
+def test_a_bias_may_be_given_as_json_has_it() -> None:
+    assert SamplingParams(logit_bias={"12": 1}).logit_bias == {12: 1.0}
+
+
+def test_params_with_a_bias_are_hashable() -> None:
+    assert hash(SamplingParams(logit_bias={1: 2})) == hash(SamplingParams(logit_bias={1: 2}))

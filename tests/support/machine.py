@@ -239,6 +239,19 @@ class TreeMachine(RuleBasedStateMachine):
             for chunk in chunks:
                 step.held.pop(chunk, None)
 
+    @precondition(lambda self: self.not_in_a_step())
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        seq = self.choose(data, self.not_in_a_step())
+        position = data.draw(st.integers(0, self.tree.sequence(seq).num_computed_tokens))
+        self.tree.rewind(seq, position)
+        info = self.tree.sequence(seq)
+        assert (info.num_computed_tokens, info.num_scheduled_tokens) == (position, position)
+
+    def not_in_a_step(self) -> list[int]:
+        planned = {seq for step in self.model.steps for seq in step.seqs}
+        return [seq for seq in self.model.live if seq not in planned]
+
     @precondition(lambda self: self.model.live)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
