@@ -65,7 +65,7 @@ def interleave(
     deadline = time.perf_counter() + budget
     rounds = 0
     while rounds < min_rounds or time.perf_counter() < deadline:
-        # What ran before leaves its mark on the caches and the clock: no one always follows the same.
+        # What ran before leaves its mark on caches and clock: no one always follows the same.
         for name, call in order.sample(turns, len(turns)):
             count = repeats[name]
             # The threads of whoever ran before may still spin, on the cores that this one needs.

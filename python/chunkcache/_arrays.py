@@ -229,7 +229,7 @@ def _numpy_view(name: str, array: npt.NDArray[Any], expected: Expected) -> View:
     item = dtype.itemsize
     gapless = flags.c_contiguous and 0 not in shape
     aligned = flags.aligned and dtype.isnative
-    if not aligned or not gapless and any(stride % item for stride in array.strides):
+    if not aligned or (not gapless and any(stride % item for stride in array.strides)):
         raise InvalidConfigError(
             f"{name}: got an array of unaligned or byte-swapped elements, allowed is {expected}"
         )
