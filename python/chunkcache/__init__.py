@@ -25,6 +25,7 @@ from chunkcache._core import (
 from chunkcache.cache import ChunkCache
 from chunkcache.errors import (
     ChunkCacheError,
+    EngineError,
     InvalidConfigError,
     KernelError,
     OutOfChunksError,
@@ -41,6 +42,7 @@ __all__ = [
     "ChunkCacheError",
     "ChunkCopy",
     "Committed",
+    "EngineError",
     "ForkResult",
     "Inherited",
     "InsertResult",

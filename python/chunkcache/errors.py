@@ -43,3 +43,7 @@ class StalePlanError(ChunkCacheError):
 
 class KernelError(ChunkCacheError):
     """A compute kernel that could not be built, loaded or run."""
+
+
+class EngineError(ChunkCacheError):
+    """The engine could not go on with a request; `__cause__` is what happened, if it is known."""

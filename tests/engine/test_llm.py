@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from chunkcache import InvalidConfigError, OutOfChunksError
+from chunkcache import EngineError, InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=16)
@@ -154,7 +154,7 @@ def test_a_failed_step_leaves_nothing_behind(llama, make_prompt, monkeypatch) ->
     stream = llm.generate([make_prompt(40, seed=i) for i in range(3)], GREEDY, stream=True)
     next(stream)
     monkeypatch.setattr(llama.lm_head, "forward", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(EngineError, match="the model step failed: ZeroDivisionError"):
         list(stream)
     assert _is_idle(llm)
 
@@ -164,7 +164,7 @@ def test_an_engine_goes_on_after_a_failed_step(llama, monkeypatch) -> None:
     expected = _tokens(llm.generate([1, 2], GREEDY))
     with monkeypatch.context() as patch:
         patch.setattr(llama.lm_head, "forward", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EngineError):
             llm.generate([1, 2], GREEDY)
     assert _tokens(llm.generate([1, 2], GREEDY)) == expected
 

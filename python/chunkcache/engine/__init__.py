@@ -6,12 +6,12 @@ Needs the extra ``hf``: ``pip install 'chunkcache[hf]'``.
 # First, so that a missing extra is named.
 from chunkcache.engine import _requirements as _requirements
 from chunkcache.engine.config import EngineConfig, ModelSpec
-from chunkcache.engine.core import EngineStats
 from chunkcache.engine.llm import LLM
 from chunkcache.engine.loader import BUILTIN_MODEL
 from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams
+from chunkcache.engine.stats import EngineStats
 
 __all__ = [
     "BUILTIN_MODEL",

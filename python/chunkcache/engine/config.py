@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from chunkcache.errors import InvalidConfigError
 
+_DEFAULT_TOKEN_BUDGET = 512
 _ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -18,16 +19,24 @@ class EngineConfig:
         chunk_size: tokens per chunk (a page in FlashInfer, a block in vLLM): a multiple of 16,
             from 16 to 128.
         capacity: size of the K/V pool in chunks.
-        capacity_bytes: size of the K/V pool in bytes, instead of ``capacity``. With neither, the
-            pool may grow to what the limits below can use, or to half of the memory available.
+        capacity_bytes: size of the K/V pool in bytes, instead of ``capacity``.
+        memory_fraction: size of the K/V pool as a share of the memory that is free when the engine
+            is made, in (0, 1], instead of ``capacity``. With none of the three, the pool may grow
+            to what the limits below can use, or to half of the memory that is free.
         max_model_len: most tokens of a prompt and its continuation together; by default what the
             model was made for and the pool can hold.
-        max_num_seqs: most sequences that decode together; no more than max_num_batched_tokens.
-        max_num_batched_tokens: most tokens that one step computes. A longer prompt is computed
-            in pieces, after the tokens of the sequences that are decoding.
+        max_num_seqs: most sequences that have a place in the cache and run together; no more than
+            max_num_batched_tokens do, since each takes one of them.
+        max_num_batched_tokens: most tokens that one step computes; 512 by default. A longer prompt
+            is computed in pieces, after the tokens of the sequences that are decoding.
+        enable_chunked_prefill: False computes each prompt in one step, together with the tokens of
+            those that are decoding, which have to wait for it. max_num_batched_tokens then must be
+            at least the length of a sequence, and by default is that and max_num_seqs more.
         num_threads: threads of torch and of the attention kernels; by default those that torch
             is set to, which is one per core.
         enable_prefix_sharing: False keeps every sequence's K/V for itself.
+        enable_overlap: False plans the next step and makes text between two steps instead of beside
+            them. What is computed is the same, bit for bit.
         seed: seeds the generator that gives seeds to requests without one of their own.
 
     Raises:
@@ -37,11 +46,14 @@ class EngineConfig:
     chunk_size: int = 64
     capacity: int | None = None
     capacity_bytes: int | None = None
+    memory_fraction: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool = True
     num_threads: int | None = None
     enable_prefix_sharing: bool = True
+    enable_overlap: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,19 +62,46 @@ class EngineConfig:
             raise InvalidConfigError(
                 f"chunk_size is {self.chunk_size!r}; allowed is a multiple of 16 from 16 to 128"
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            _check_positive(name, getattr(self, name))
-        for name in ("capacity", "capacity_bytes", "max_model_len", "num_threads"):
+        _check_positive("max_num_seqs", self.max_num_seqs)
+        for name in (
+            "capacity",
+            "capacity_bytes",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_threads",
+        ):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        if self.capacity is not None and self.capacity_bytes is not None:
-            raise InvalidConfigError("capacity and capacity_bytes are both given; allowed is one")
+        for name in ("enable_chunked_prefill", "enable_prefix_sharing", "enable_overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfigError(
+                    f"{name} is {getattr(self, name)!r}; allowed is True or False"
+                )
+        _check_fraction("memory_fraction", self.memory_fraction)
+        sizes = ("capacity", "capacity_bytes", "memory_fraction")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidConfigError(f"{' and '.join(given)} are given; allowed is one of them")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**64:
             raise InvalidConfigError(f"seed is {self.seed!r}; allowed is an int in [0, 2**64)")
-        if not isinstance(self.enable_prefix_sharing, bool):
+
+    def token_budget(self, max_model_len: int) -> int:
+        """Return the most tokens of a step, for sequences of at most ``max_model_len`` tokens.
+
+        Raises:
+            InvalidConfigError: without chunked prefill it does not hold the longest sequence.
+        """
+        given = self.max_num_batched_tokens
+        if self.enable_chunked_prefill:
+            return _DEFAULT_TOKEN_BUDGET if given is None else given
+        if given is None:
+            return max_model_len + self.max_num_seqs
+        if given < max_model_len:
             raise InvalidConfigError(
-                f"enable_prefix_sharing is {self.enable_prefix_sharing!r}; allowed is True or False"
+                f"max_num_batched_tokens is {given}; allowed without chunked prefill is at least "
+                f"the length of a sequence, {max_model_len}"
             )
+        return given
 
 
 @dataclass(frozen=True)
@@ -102,3 +141,9 @@ def _is_int(value: object) -> TypeGuard[int]:
 def _check_positive(name: str, value: object) -> None:
     if not _is_int(value) or value < 1:
         raise InvalidConfigError(f"{name} is {value!r}; allowed is an int of at least 1")
+
+
+def _check_fraction(name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value <= 1):
+        raise InvalidConfigError(f"{name} is {value!r}; allowed is a number in (0, 1]")

@@ -1,210 +1,289 @@
-"""The engine's loop: schedule, compute, pick tokens, let finished sequences go."""
+"""The engine's loop: plan the next step, take in the tokens of the last, let the finished go."""
 
 from __future__ import annotations
 
+import math
 import threading
-import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
-import numpy as np
-import torch
-
+from chunkcache.engine.executor import ModelStepError, RunningStep, StepExecutor, StepResult, named
 from chunkcache.engine.logprobs import Logprob
-from chunkcache.engine.picker import Pick, TokenPicker
-from chunkcache.engine.runner import ModelRunner, StepInput
-from chunkcache.engine.scheduler import ScheduledSequence, Scheduler
-from chunkcache.engine.sequence import Request, Sequence, Status
-from chunkcache.errors import OutOfChunksError
+from chunkcache.engine.scheduler import Scheduler
+from chunkcache.engine.sequence import NO_HANDLE, Request, Sequence, Status
+from chunkcache.engine.stats import EngineStats
+from chunkcache.engine.step import PlannedStep, plan_step
+from chunkcache.errors import ChunkCacheError, EngineError
+
+# One step runs while the next one waits for its end; further ones would be planned on more tokens
+# that nobody knows.
+_MAX_IN_FLIGHT = 2
 
 
-@dataclass
-class EngineStats:
-    """What an engine has done since it began, or since `LLM.reset_stats`.
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was handed over."""
 
-    Attributes:
-        num_steps: forward passes.
-        num_prompt_tokens_computed: rows of prompts that were run through the model.
-        num_generated_tokens: tokens picked.
-        num_preemptions: sequences set aside because the pool was full.
-        num_decode_steps: those of the steps that computed no prompt.
-        num_decode_tokens: tokens that came from those.
-        decode_seconds: time of those.
-        peak_kv_bytes: most bytes of K/V held by live sequences at once.
-    """
-
-    num_steps: int = 0
-    num_prompt_tokens_computed: int = 0
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_decode_steps: int = 0
-    num_decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    peak_kv_bytes: int = 0
+    planned: PlannedStep
+    running: RunningStep
 
 
 class Engine:
-    """Runs requests together. Its methods may be called from several threads."""
+    """Runs requests together. Its methods may be called from several threads.
+
+    Each call of `step` plans the step after the one that runs, whose tokens are not known yet, then
+    waits for the one that runs and takes in its tokens, while the executor runs the planned one.
+    What is decided does not depend on whether the executor has a thread: results are equal bit for
+    bit.
+    A sequence that ends by a token of its own (not by its length) is in one more step; what
+    that gives for it is thrown away.
+    """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: StepExecutor,
         scheduler: Scheduler,
         *,
         chunk_bytes: int,
     ) -> None:
         """Start with no requests."""
-        self._runner = runner
+        self._executor = executor
         self._scheduler = scheduler
-        self._picker = TokenPicker()
+        self._cache = scheduler.cache
         self._chunk_bytes = chunk_bytes
-        self._requests: list[Request] = []
+        self._requests: dict[int, Request] = {}
+        self._next_number = 0
+        self._flights: deque[_Flight] = deque()
+        self._last_end: float | None = None
+        self._news: dict[int, Request] = {}
         self._lock = threading.RLock()
         self.stats = EngineStats()
 
+    @property
+    def num_unfinished(self) -> int:
+        """Return how many requests are waiting or running."""
+        return len(self._requests)
+
     def add(self, requests: Iterable[Request]) -> None:
-        """Take requests in; they begin with the next step."""
+        """Take requests in, in their order; they begin with the next step."""
         with self._lock:
+            if not self._requests:
+                self._last_end = None
             for request in requests:
-                self._requests.append(request)
+                request.number = self._next_number
+                self._next_number += 1
+                self._requests[request.number] = request
                 self._scheduler.add(request)
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """Take out what is unfinished of ``requests`` and give its chunks back."""
+        """Take out what is unfinished of ``requests`` and give its chunks back.
+
+        Chunks that a step in flight writes follow when it ends. If nothing else is to be done,
+        that is awaited here.
+        """
         with self._lock:
             for request in requests:
                 self._drop(request)
+            self._settle()
 
-    def step(self) -> None:
-        """Run one step; the output pieces are added to the requests.
+    def step(self) -> list[Request]:
+        """Plan a step and take in the tokens of another, if there is anything to do.
 
-        A request that the pool cannot hold gets its error set. Any other error fails every
-        request of the engine, since the state of the step is lost, and is raised.
+        Returns:
+            The requests that have something new: output pieces, their end, or an error. A request
+            that the pool cannot hold, whose sampler or whose text fails gets its error set.
+
+        Raises:
+            EngineError: the model, or the planning of a step failed. Every request of the engine
+                has got this error then; new ones may be added.
         """
         with self._lock:
+            self._news = {}
             try:
-                self._step()
+                self._fill_pipeline()
+                if self._flights:
+                    self._finish_step()
+                elif self._requests and not self._news:
+                    raise EngineError("requests are left, but none of them can be scheduled")
+            except ModelStepError as error:
+                raise self._fail(str(error), error.__cause__) from error.__cause__
+            except Exception as error:
+                message = f"planning or ending a step failed: {named(error)}"
+                raise self._fail(message, error) from error
             except BaseException as error:
-                for request in list(self._requests):
-                    request.error = error
-                    self._drop(request)
+                self._fail(f"the engine was interrupted: {named(error)}", error)
                 raise
+            return list(self._news.values())
 
-    def _step(self) -> None:
-        begin = time.perf_counter()
-        try:
-            scheduled = self._scheduler.schedule()
-        except OutOfChunksError as error:
-            stuck = (self._scheduler.running or self._scheduler.waiting)[0].request
-            stuck.error = error
-            self._drop(stuck)
-            return
-        if not scheduled:
-            return
-        num_in_use = self._runner.cache.stats().num_in_use
-        self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, num_in_use * self._chunk_bytes)
-        decoding_only = all(item.sequence.decoding for item in scheduled)
-        logits = self._runner.run(_step_input(scheduled))
-        self._count_prompt_rows(scheduled)
-        ready = [item.sequence for item in scheduled if item.completes]
-        self._collect_prompt_logprobs(scheduled, logits[len(ready) :])
-        for item in scheduled:
-            item.sequence.num_computed += item.num_tokens
-        num_generated = self._pick_tokens(ready, logits)
-        self._update_stats(num_generated, decoding_only, time.perf_counter() - begin)
+    def settle(self) -> None:
+        """If no request is left, wait for a step in flight, so that all chunks are given back."""
+        with self._lock:
+            self._settle()
 
-    def _count_prompt_rows(self, scheduled: list[ScheduledSequence]) -> None:
-        for item in scheduled:
-            sequence = item.sequence
-            if not sequence.decoding:
-                num_left = sequence.request.num_prompt_tokens - sequence.num_computed
-                num_rows = max(0, min(item.num_tokens, num_left))
-                sequence.request.output.num_computed_prompt_tokens += num_rows
-                self.stats.num_prompt_tokens_computed += num_rows
+    def check_accounts(self) -> None:
+        """Check the cache's invariants, and that no chunk is lost when nothing runs.
 
-    def _collect_prompt_logprobs(
-        self, scheduled: list[ScheduledSequence], logits: torch.Tensor
-    ) -> None:
-        """Hand out the ``logits`` of prompt rows, which stand in the order of the sequences."""
-        begin = 0
-        for item in scheduled:
-            request = item.sequence.request
-            positions = item.prompt_positions
-            if positions and request.prompt_logprobs is not None:
-                end = begin + len(positions)
-                request.prompt_logprobs.add(logits[begin:end], request.tokenizer)
-                begin = end
+        Raises:
+            ChunkCacheError: free + evictable + pinned chunks are not the capacity although no
+                request is left, or sequences are left in the cache that belong to none.
+        """
+        with self._lock:
+            self._settle()
+            self._cache.check_invariants()
+            stats = self._cache.stats()
+            num_running = len(self._scheduler.running)
+            if not self._flights and stats.num_sequences != num_running:
+                raise ChunkCacheError(
+                    f"the cache has {stats.num_sequences} sequences, the engine runs {num_running}"
+                )
+            if self._requests:
+                return
+            num_kept = stats.num_free + stats.num_evictable + stats.num_pinned
+            if num_kept != stats.capacity or self._scheduler.running or self._scheduler.waiting:
+                raise ChunkCacheError(
+                    f"nothing runs, but {stats.num_free} free, {stats.num_evictable} evictable and "
+                    f"{stats.num_pinned} pinned chunks are not the capacity of {stats.capacity}"
+                )
 
-    def _pick_tokens(self, ready: list[Sequence], logits: torch.Tensor) -> int:
-        """Pick a token for each of ``ready`` by its row, and for the samples that fork from it."""
-        picks = [Pick(row, sequence.state) for row, sequence in enumerate(ready)]
-        for row, sequence in enumerate(ready[:]):
-            for sibling in _waiting_siblings(sequence):
-                if self._scheduler.fork(sequence, sibling):
-                    ready.append(sibling)
-                    picks.append(Pick(row, sibling.state))
-        if not picks:
-            return 0
-        picked = self._picker.pick(logits, picks)
-        for error in picked.errors.values():
-            raise error
-        tokens = picked.tokens.tolist()
-        for sequence, token, logprobs in zip(ready, tokens, picked.logprobs, strict=True):
-            self._accept(sequence, token, logprobs)
-        return len(ready)
+    def _fill_pipeline(self) -> None:
+        while len(self._flights) < _MAX_IN_FLIGHT:
+            schedule = self._scheduler.schedule(bool(self._flights))
+            for request, error in schedule.refused:
+                self._end_with(request, error)
+            if not schedule.items:
+                return
+            planned = plan_step(self._cache, schedule.items, self._scheduler.sharing)
+            self._note_peaks()
+            running = self._executor.submit(planned.step)
+            self._flights.append(_Flight(planned, running))
+
+    def _finish_step(self) -> None:
+        result = self._flights[0].running.result()
+        planned = self._flights.popleft().planned
+        is_wanted = False
+        for item, num_prompt_rows in zip(planned.scheduled, planned.num_prompt_rows, strict=True):
+            item.sequence.request.output.num_computed_prompt_tokens += num_prompt_rows
+            if item.sequence.status is Status.RUNNING:
+                item.sequence.num_committed += item.num_tokens
+                is_wanted = True
+        for index, error in result.prompt_errors.items():
+            request = planned.step.prompt_rows[index].sequence.request
+            if request.number in self._requests:
+                self._end_with(request, _failure_of(request, error))
+        num_taken = self._take_tokens(planned.picking, result)
+        self._count_step(planned, result, num_taken)
+        # What is computed for nobody may end long before the next work comes.
+        self._last_end = result.end if is_wanted and self._requests else None
+
+    def _take_tokens(self, picking: Iterable[Sequence], result: StepResult) -> int:
+        """Hand the tokens of a step to their sequences, and return how many still wanted them."""
+        going_on: list[Sequence] = []
+        ended: list[Sequence] = []
+        num_taken = 0
+        for index, sequence in enumerate(picking):
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.num_pending -= 1
+            try:
+                if index in result.errors:
+                    raise result.errors[index]
+                self._accept(sequence, result.tokens[index], result.logprobs[index])
+            except Exception as error:
+                self._end_with(sequence.request, _failure_of(sequence.request, error))
+                continue
+            num_taken += 1
+            if sequence.output.finish_reason is not None:
+                ended.append(sequence)
+            elif sequence.status is Status.RUNNING:
+                going_on.append(sequence)
+            elif (leader := sequence.request.leader).status is Status.RUNNING:
+                self._scheduler.fork(leader, sequence)
+        # A sample of a request that has failed meanwhile is not running any more.
+        self._scheduler.fill(
+            [seq for seq in going_on if seq.handle != NO_HANDLE and seq.num_slots >= seq.num_tokens]
+        )
+        for sequence in ended:
+            self._end(sequence)
+        return num_taken
 
     def _accept(self, sequence: Sequence, token: int, logprobs: dict[int, Logprob] | None) -> None:
         request = sequence.request
-        now = time.perf_counter() - request.arrival
-        if not any(seq.output.token_ids for seq in request.sequences):
-            request.output.time_to_first_token = now
         piece = sequence.accept(token, logprobs)
+        if math.isnan(request.output.time_to_first_token):
+            request.output.time_to_first_token = sequence.output.token_times[-1]
         request.pieces.append(piece)
-        if piece.finish_reason is not None:
+        self._news[request.number] = request
+
+    def _end(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if sequence.status is not Status.FINISHED:
             self._scheduler.remove(sequence)
-            if request.finished:
-                request.output.latency = now
-                self._requests.remove(request)
+        if request.finished and request.number in self._requests:
+            request.output.latency = sequence.output.token_times[-1]
+            del self._requests[request.number]
+
+    def _end_with(self, request: Request, error: Exception) -> None:
+        request.error = error
+        self._news[request.number] = request
+        self._drop(request)
 
     def _drop(self, request: Request) -> None:
-        for sequence in request.sequences:
-            if sequence.status is not Status.FINISHED:
-                self._scheduler.remove(sequence)
-        if request in self._requests:
-            self._requests.remove(request)
+        if self._requests.pop(request.number, None) is not None:
+            self._scheduler.drop(request)
 
-    def _update_stats(self, num_generated: int, decoding_only: bool, seconds: float) -> None:
+    def _settle(self) -> None:
+        if not self._requests:
+            self._last_end = None
+            self._await_flights()
+
+    def _await_flights(self) -> None:
+        while self._flights:
+            flight = self._flights.popleft()
+            try:
+                flight.running.result()
+            except ModelStepError:
+                # Whoever wanted its tokens is gone or has got the first error.
+                self._executor.recover()
+
+    def _fail(self, what: str, cause: BaseException | None) -> EngineError:
+        """End every request with an error, and be ready for new ones."""
+        message = f"{what}; this ended all {len(self._requests)} requests of the engine"
+        for request in list(self._requests.values()):
+            self._end_with(request, _caused(message, cause))
+        self._settle()
+        self._executor.recover()
+        return _caused(message, cause)
+
+    def _note_peaks(self) -> None:
+        num_in_use = self._cache.stats().num_in_use
+        stats = self.stats
+        stats.peak_kv_bytes = max(stats.peak_kv_bytes, num_in_use * self._chunk_bytes)
+        stats.peak_num_seqs = max(stats.peak_num_seqs, len(self._scheduler.running))
+
+    def _count_step(self, planned: PlannedStep, result: StepResult, num_taken: int) -> None:
         stats = self.stats
         stats.num_steps += 1
-        stats.num_generated_tokens += num_generated
+        stats.num_prompt_tokens_computed += sum(planned.num_prompt_rows)
+        stats.num_generated_tokens += num_taken
         stats.num_preemptions = self._scheduler.num_preemptions
-        if decoding_only:
+        begin = result.begin
+        if self._last_end is not None:
+            begin = self._last_end
+            stats.num_step_gaps += 1
+            stats.step_gap_seconds += result.begin - begin
+        if planned.decoding_only:
             stats.num_decode_steps += 1
-            stats.num_decode_tokens += num_generated
-            stats.decode_seconds += seconds
+            stats.num_decode_tokens += num_taken
+            stats.decode_seconds += result.end - begin
 
 
-def _step_input(scheduled: list[ScheduledSequence]) -> StepInput:
-    pieces = [
-        item.sequence.tokens[item.sequence.num_computed :][: item.num_tokens] for item in scheduled
-    ]
-    ends = list(accumulate(item.num_tokens for item in scheduled))
-    wanted_rows = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.completes]
-    for item, end in zip(scheduled, ends, strict=True):
-        first_row = end - item.num_tokens - item.sequence.num_computed
-        wanted_rows += [first_row + position for position in item.prompt_positions]
-    return StepInput(
-        handles=[item.sequence.handle for item in scheduled],
-        token_ids=np.concatenate(pieces).astype(np.int64),
-        qo_indptr=np.array([0, *ends], dtype=np.int32),
-        logits_rows=np.array(wanted_rows, dtype=np.int64),
-    )
+def _failure_of(request: Request, error: Exception) -> EngineError:
+    return _caused(f"request {request.output.request_id!r} failed: {named(error)}", error)
 
 
-def _waiting_siblings(sequence: Sequence) -> list[Sequence]:
-    """Return the samples that could fork from ``sequence``, which has just computed its prompt."""
-    request = sequence.request
-    if sequence is not request.leader or sequence.output.token_ids:
-        return []
-    return [seq for seq in request.sequences if seq.status is Status.WAITING]
+def _caused(message: str, cause: BaseException | None) -> EngineError:
+    """Return a new error for each that gets it: raising one writes its traceback into it."""
+    error = EngineError(message)
+    error.__cause__ = cause
+    return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -16,15 +16,18 @@ from chunkcache import ChunkCache
 from chunkcache.engine import loader
 from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.config import EngineConfig, ModelSpec
-from chunkcache.engine.core import Engine, EngineStats
+from chunkcache.engine.core import Engine
+from chunkcache.engine.executor import StepExecutor
 from chunkcache.engine.inspection import inspect_model
 from chunkcache.engine.outputs import RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams, check_vocabulary
+from chunkcache.engine.picker import TokenPicker
 from chunkcache.engine.probe import probe
 from chunkcache.engine.prompts import Prompt, TokenizedPrompt, tokenize
 from chunkcache.engine.runner import ModelRunner
 from chunkcache.engine.scheduler import Scheduler
 from chunkcache.engine.sequence import Request
+from chunkcache.engine.stats import EngineStats
 from chunkcache.errors import InvalidConfigError, OutOfChunksError
 
 
@@ -74,8 +77,9 @@ class LLM:
         self.spec: ModelSpec = inspect_model(self.model)
         probe(self.model, self.spec)
         chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size)
-        self.capacity = pool_capacity(self.config, self.spec, chunk_bytes)
+        self.capacity = pool_capacity(self.config, self.spec, chunk_bytes, self.model.device)
         self.max_model_len = _max_model_len(self.config, self.spec, self.capacity)
+        token_budget = self.config.token_budget(self.max_model_len)
         self.cache = ChunkCache(
             self.spec.num_layers,
             self.spec.num_kv_heads,
@@ -89,12 +93,17 @@ class LLM:
         )
         self._seeds = np.random.default_rng(self.config.seed)
         self._next_request_id = 0
-        self._engine = Engine(
-            ModelRunner(self.model, self.cache),
+        self.engine = Engine(
+            StepExecutor(
+                ModelRunner(self.model, self.cache),
+                TokenPicker(),
+                overlap=self.config.enable_overlap,
+            ),
             Scheduler(
                 self.cache,
                 max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                max_num_batched_tokens=token_budget,
+                chunked_prefill=self.config.enable_chunked_prefill,
                 sharing=self.config.enable_prefix_sharing,
             ),
             chunk_bytes=chunk_bytes,
@@ -103,11 +112,11 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
-        return self._engine.stats
+        return self.engine.stats
 
     def reset_stats(self) -> None:
         """Count from zero again."""
-        self._engine.stats = EngineStats()
+        self.engine.stats = EngineStats()
 
     @overload
     def generate(
@@ -117,7 +126,8 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress: bool | None = None,
-        cache_salt: str = "",
+        cache_salt: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -128,7 +138,8 @@ class LLM:
         *,
         stream: Literal[True],
         progress: bool | None = None,
-        cache_salt: str = "",
+        cache_salt: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[StreamOutput]: ...
 
     def generate(
@@ -138,7 +149,8 @@ class LLM:
         *,
         stream: bool = False,
         progress: bool | None = None,
-        cache_salt: str = "",
+        cache_salt: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput] | Iterator[StreamOutput]:
         """Continue one prompt or many.
 
@@ -149,17 +161,21 @@ class LLM:
                 loop, aborts what is unfinished and gives its chunks back.
             progress: show a bar on standard error; by default when that is a terminal and
                 ``stream`` is False.
-            cache_salt: namespace of the prompts; nothing is shared between namespaces.
+            cache_salt: namespace of the prompts, one for all or one for each; nothing is shared
+                between namespaces.
+            priority: class of the prompts, one for all or one for each. The lowest number is served
+                first; within a class the first come. No class waits for ever (`WaitingQueue`).
 
         Returns:
             One output for each prompt, in their order; with ``stream``, an iterator.
 
         Raises:
             InvalidConfigError: a prompt or parameter is not allowed; nothing has started then.
-            OutOfChunksError: a prompt with its continuation can never fit into the pool; nothing
-                has started then.
+            OutOfChunksError: a prompt with its continuation can never fit into the pool beside
+                what is pinned; nothing has started then.
+            EngineError: the model, the sampler or the planning of a step failed.
         """
-        requests = self._requests(prompts, sampling_params, cache_salt)
+        requests = self._requests(prompts, sampling_params, cache_salt, priority)
         if stream:
             return self._stream(requests, bool(progress))
         show = sys.stderr.isatty() if progress is None else progress
@@ -167,14 +183,71 @@ class LLM:
             pass
         return [request.output for request in requests]
 
+    def request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        request_id: int | str | None = None,
+        arrival_time: float | None = None,
+    ) -> Request:
+        """Make a request for `engine.add`, for callers that run the engine's steps themselves.
+
+        Args:
+            prompt: one prompt, as `generate` takes it.
+            sampling_params: its parameters.
+            cache_salt: its namespace.
+            priority: its class.
+            request_id: how its outputs are named; the next number by default.
+            arrival_time: when it came, on the clock of `time.perf_counter`; now by default.
+
+        Raises:
+            InvalidConfigError: a prompt or parameter is not allowed.
+            OutOfChunksError: it can never fit into the pool beside what is pinned.
+        """
+        tokenized = tokenize(prompt, self.tokenizer, self.spec.vocab_size)
+        if len(tokenized) != 1:
+            raise InvalidConfigError(f"prompt is {len(tokenized)} prompts; allowed is one")
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if not isinstance(sampling_params, SamplingParams):
+            raise InvalidConfigError(
+                f"sampling_params is a {type(sampling_params).__name__}; allowed is SamplingParams"
+            )
+        _check_salt(cache_salt)
+        _check_priority(priority)
+        max_tokens = self._max_tokens(tokenized[0], 0, sampling_params, cache_salt)
+        if request_id is None:
+            request_id = self._next_request_id
+            self._next_request_id += 1
+        return Request(
+            request_id,
+            0,
+            tokenized[0],
+            sampling_params,
+            max_tokens=max_tokens,
+            seed=self._seed(sampling_params),
+            cache_salt=cache_salt,
+            priority=priority,
+            eos_token_ids=self.spec.eos_token_ids,
+            tokenizer=self.tokenizer,
+            arrival_time=arrival_time,
+        )
+
+    def check_accounts(self) -> None:
+        """Check that no chunk is lost; see `Engine.check_accounts`."""
+        self.engine.check_accounts()
+
     def _stream(self, requests: list[Request], progress: bool) -> Iterator[StreamOutput]:
         unfinished = list(requests)
         num_tokens = 0
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
-                self._engine.add(requests)
+                self.engine.add(requests)
                 while unfinished:
-                    self._engine.step()
+                    self.engine.step()
                     # Before the pieces are taken: another thread's step may add the last ones.
                     left = [request for request in unfinished if not request.finished]
                     for request in unfinished:
@@ -187,18 +260,20 @@ class LLM:
                     bar.update(len(unfinished) - len(left))
                     unfinished = left
             finally:
-                self._engine.abort(unfinished)
+                self.engine.abort(unfinished)
 
-    def _requests(self, prompts: Any, sampling_params: Any, cache_salt: str) -> list[Request]:
+    def _requests(
+        self, prompts: Any, sampling_params: Any, cache_salt: Any, priority: Any
+    ) -> list[Request]:
         tokenized = tokenize(prompts, self.tokenizer, self.spec.vocab_size)
         params = _params_for_each(sampling_params, len(tokenized))
-        if not isinstance(cache_salt, str):
-            raise InvalidConfigError(f"cache_salt is {cache_salt!r}; allowed is a str")
-        for prompt_params in params:
-            check_vocabulary(prompt_params, self.spec.vocab_size)
+        salts = _for_each("cache_salt", cache_salt, str, len(tokenized), _check_salt)
+        priorities = _for_each("priority", priority, int, len(tokenized), _check_priority)
         limits = [
-            self._max_tokens(prompt, index, prompt_params)
-            for index, (prompt, prompt_params) in enumerate(zip(tokenized, params, strict=True))
+            self._max_tokens(prompt, index, prompt_params, salt)
+            for index, (prompt, prompt_params, salt) in enumerate(
+                zip(tokenized, params, salts, strict=True)
+            )
         ]
         first_id = self._next_request_id
         self._next_request_id += len(tokenized)
@@ -206,20 +281,23 @@ class LLM:
             Request(
                 first_id + index,
                 index,
-                prompt.text,
-                prompt.token_ids,
+                prompt,
                 params[index],
                 max_tokens=limits[index],
                 seed=self._seed(params[index]),
-                cache_salt=cache_salt,
+                cache_salt=salts[index],
+                priority=priorities[index],
                 eos_token_ids=self.spec.eos_token_ids,
                 tokenizer=self.tokenizer,
             )
             for index, prompt in enumerate(tokenized)
         ]
 
-    def _max_tokens(self, prompt: TokenizedPrompt, index: int, params: SamplingParams) -> int:
+    def _max_tokens(
+        self, prompt: TokenizedPrompt, index: int, params: SamplingParams, cache_salt: str
+    ) -> int:
         """Return how many tokens the request may generate, if it can be served at all."""
+        check_vocabulary(params, self.spec.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidConfigError("stop is given, but there is no tokenizer to make text")
         num_prompt = len(prompt.token_ids)
@@ -228,17 +306,26 @@ class LLM:
                 f"prompt {index} has {num_prompt} tokens; allowed is less than the model's "
                 f"length of {self.max_model_len}"
             )
+        chunk_size = self.config.chunk_size
+        stats = self.cache.stats()
+        num_usable = self.capacity
+        if stats.num_pinned:
+            # What is pinned of its own prefix it uses; all that it finds may be.
+            match = self.cache.match_prefix(prompt.token_ids, cache_salt)
+            num_own = min(match.num_filled // chunk_size, stats.num_pinned)
+            num_usable -= stats.num_pinned - num_own
         # The last token that is generated needs no K/V.
-        pool_room = self.capacity * self.config.chunk_size - num_prompt + 1
+        pool_room = num_usable * chunk_size - num_prompt + 1
         room = self.max_model_len - num_prompt
         wanted = max(1, pool_room) if params.max_tokens is None else params.max_tokens
         max_tokens = min(wanted, room)
         if max_tokens > pool_room:
-            needed = -(-(num_prompt + max_tokens - 1) // self.config.chunk_size)
-            stats = self.cache.stats()
+            needed = -(-(num_prompt + max_tokens - 1) // chunk_size)
+            pinned = f", of which {self.capacity - num_usable} are pinned for others"
             raise OutOfChunksError(
                 f"prompt {index} with {num_prompt} tokens and max_tokens {max_tokens} needs "
-                f"{needed} chunks of {self.config.chunk_size} tokens; the pool has {self.capacity}",
+                f"{needed} chunks of {chunk_size} tokens; the pool has {self.capacity}"
+                f"{pinned if num_usable < self.capacity else ''}",
                 needed,
                 stats.num_free,
                 stats.num_evictable,
@@ -332,3 +419,29 @@ def _params_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
             "allowed is one for all, or one for each"
         )
     return each
+
+
+def _for_each(
+    name: str, values: Any, kind: type, num_prompts: int, check: Callable[[Any], None]
+) -> list[Any]:
+    """Return a value for each prompt, from one for all or a sequence of them, each checked."""
+    is_one = isinstance(values, kind) or not isinstance(values, Sequence)
+    each = [values] * num_prompts if is_one else list(values)
+    for value in each if not is_one else [values]:
+        check(value)
+    if len(each) != num_prompts:
+        raise InvalidConfigError(
+            f"{name} has {len(each)} entries for {num_prompts} prompts; "
+            "allowed is one for all, or one for each"
+        )
+    return each
+
+
+def _check_salt(cache_salt: Any) -> None:
+    if not isinstance(cache_salt, str):
+        raise InvalidConfigError(f"cache_salt is {cache_salt!r}; allowed is a str")
+
+
+def _check_priority(priority: Any) -> None:
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise InvalidConfigError(f"priority is {priority!r}; allowed is an int")

@@ -21,6 +21,7 @@ class CompletionOutput:
         logprobs: for each token a dict from token ids to log-probabilities, the token itself first,
             then the most probable ones; None if ``SamplingParams.logprobs`` is.
         cumulative_logprob: sum of the tokens' log-probabilities; None likewise.
+        token_times: when each token came, in seconds after the request's arrival.
     """
 
     index: int
@@ -30,6 +31,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    token_times: list[float] = field(default_factory=list, compare=False)
 
 
 @dataclass
@@ -37,7 +39,7 @@ class RequestOutput:
     """A request with its samples.
 
     Attributes:
-        request_id: number of the request in its engine.
+        request_id: the caller's name of the request, or its number in its engine.
         prompt: the text of the prompt, None if it came as tokens.
         prompt_token_ids: the prompt.
         outputs: the ``n`` samples.
@@ -49,9 +51,10 @@ class RequestOutput:
         prompt_logprobs: for each token of the prompt what `CompletionOutput.logprobs` has, None for
             the first one; complete with the first token. None if
             ``SamplingParams.prompt_logprobs`` is.
+        arrival_time: when it came, on the clock of `time.perf_counter`.
     """
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
@@ -60,6 +63,7 @@ class RequestOutput:
     time_to_first_token: float = float("nan")
     latency: float = float("nan")
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    arrival_time: float = 0.0
 
     @property
     def finished(self) -> bool:

@@ -69,20 +69,20 @@ def _served_logits(
     runner = ModelRunner(model, cache)
     # The second prompt finds the first's leading chunks, whose logits it then lacks.
     one = cache.insert(first)
-    head = runner.run(_step([one.seq], [first[:_NUM_SHARED]]))
+    head = runner.run(_step(runner, [one.seq], [first[:_NUM_SHARED]]))
     two = cache.insert(second)
     rest = runner.run(
-        _step([two.seq, one.seq], [second[two.num_computed_tokens :], first[_NUM_SHARED:]])
+        _step(runner, [two.seq, one.seq], [second[two.num_computed_tokens :], first[_NUM_SHARED:]])
     )
     num_second = _NUM_TOKENS - two.num_computed_tokens
     rows = [head, rest[num_second:], head[: two.num_computed_tokens], rest[:num_second]]
     return _to_numpy(torch.cat(rows))
 
 
-def _step(handles: list[int], pieces: list[np.ndarray]) -> StepInput:
-    token_ids = np.concatenate(pieces).astype(np.int64)
-    indptr = np.cumsum([0, *map(len, pieces)]).astype(np.int32)
-    return StepInput(handles, token_ids, indptr, np.arange(len(token_ids)))
+def _step(runner: ModelRunner, handles: list[int], pieces: list[np.ndarray]) -> StepInput:
+    plan = runner.cache.plan(handles, np.cumsum([0, *map(len, pieces)]))
+    token_ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(runner.device)
+    return StepInput(plan, token_ids, torch.arange(len(token_ids), device=runner.device))
 
 
 def _eager_logits(model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from chunkcache import ChunkCache
+from chunkcache import ChunkCache, Plan
 from chunkcache.engine.attention import AttentionCall, attending
 from chunkcache.engine.inspection import accepts
 
@@ -20,16 +17,15 @@ class StepInput:
     """The tokens of one step.
 
     Attributes:
-        handles: the sequences' handles in the cache.
-        token_ids: int64 ``[rows]``, the new tokens of each sequence, one sequence after the other.
-        qo_indptr: int32 ``[sequences + 1]``; sequence i has rows ``qo_indptr[i]:qo_indptr[i + 1]``.
-        logits_rows: int64 ``[wanted]``, the rows whose logits are wanted.
+        plan: the step's plan in the cache, open.
+        token_ids: int64 ``[rows]``, the new tokens of each sequence, one sequence after the other,
+            on the model's device.
+        logits_rows: int64 ``[wanted]``, the rows whose logits are wanted, on the model's device.
     """
 
-    handles: Sequence[int]
-    token_ids: npt.NDArray[np.int64]
-    qo_indptr: npt.NDArray[np.int32]
-    logits_rows: npt.NDArray[np.int64]
+    plan: Plan
+    token_ids: torch.Tensor
+    logits_rows: torch.Tensor
 
 
 class ModelRunner:
@@ -41,27 +37,31 @@ class ModelRunner:
         self.cache = cache
         self._selects_rows = accepts(model, "logits_to_keep")
 
+    @property
+    def device(self) -> torch.device:
+        """Return where the tokens of a step are expected and the logits come."""
+        device: torch.device = self.model.device
+        return device
+
     def run(self, step: StepInput) -> torch.Tensor:
         """Compute a step, write its K/V and commit it.
 
         Returns:
             Logits ``[wanted, vocab_size]`` in the model's dtype. After an error nothing of the
-            step counts as written.
+            step counts as written, and its plan is closed.
         """
-        with self.cache.plan(step.handles, step.qo_indptr) as plan:
+        with step.plan as plan:
             attention = _CacheAttention(self.cache, plan)
-            device = self.model.device
-            rows = torch.from_numpy(step.logits_rows).to(device)
-            selection = {"logits_to_keep": rows} if self._selects_rows else {}
+            selection = {"logits_to_keep": step.logits_rows} if self._selects_rows else {}
             with torch.inference_mode(), attending(self.model, attention):
                 logits: torch.Tensor = self.model(
-                    input_ids=torch.from_numpy(step.token_ids).to(device)[None],
-                    position_ids=torch.as_tensor(plan.positions).to(device)[None],
+                    input_ids=step.token_ids[None],
+                    position_ids=torch.as_tensor(plan.positions).to(self.device)[None],
                     use_cache=False,
                     **selection,
                 ).logits[0]
             self.cache.commit(plan)
-        return logits if self._selects_rows else logits[rows]
+        return logits if self._selects_rows else logits[step.logits_rows]
 
 
 class _CacheAttention:

@@ -1,145 +1,242 @@
 """Decides which tokens the next step computes.
 
 Sequences join and leave between steps. Those that decode go first, with one token each; what is
-left of the token budget goes to prompts, oldest first, whole or in pieces.
+left of the token budget goes to prompts, in pieces where it must: first those that have a place,
+in the order in which they got it, then those that wait, by class and age (`WaitingQueue`). Once a
+sequence has a place, every step gives it a token of the budget at least.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from chunkcache import ChunkCache
-from chunkcache.engine.sequence import NO_HANDLE, Request, Sequence, Status
+from chunkcache import ChunkCache, PrefixMatch
+from chunkcache.engine.sequence import Request, Sequence, Status
+from chunkcache.engine.step import ScheduledSequence
+from chunkcache.engine.waiting import WaitingQueue
 from chunkcache.errors import OutOfChunksError
 
-_by_age = attrgetter("order")
 
+@dataclass
+class Schedule:
+    """What the next step computes.
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """A sequence and how many of its uncomputed tokens the step computes."""
+    Attributes:
+        items: the sequences, those that decode first; empty if there is nothing to run now.
+        refused: requests that the pool cannot hold although no other is in the way.
+    """
 
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def completes(self) -> bool:
-        """Whether the step leaves no token of the sequence uncomputed, so that one is picked."""
-        return self.num_tokens == self.sequence.num_uncomputed
-
-    @property
-    def prompt_positions(self) -> range:
-        """The positions whose logits are needed for log-probabilities of the prompt."""
-        collected = self.sequence.request.prompt_logprobs
-        if collected is None or self.sequence is not self.sequence.request.leader:
-            return range(0)
-        begin = self.sequence.num_computed
-        return collected.wanted(begin, begin + self.num_tokens)
+    items: list[ScheduledSequence] = field(default_factory=list)
+    refused: list[tuple[Request, OutOfChunksError]] = field(default_factory=list)
 
 
 class Scheduler:
     """Owns the sequences' places in the cache."""
 
     def __init__(
-        self, cache: ChunkCache, *, max_num_seqs: int, max_num_batched_tokens: int, sharing: bool
+        self,
+        cache: ChunkCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill: bool = True,
+        sharing: bool = True,
     ) -> None:
-        """Start with nothing to do."""
-        self._cache = cache
-        # Every decoding sequence takes a token of the budget.
+        """Start with nothing to do.
+
+        Args:
+            cache: holds the sequences.
+            max_num_seqs: most sequences with a place.
+            max_num_batched_tokens: most tokens of a step.
+            chunked_prefill: False computes every prompt in one step, which waits for its turn.
+            sharing: whether ``cache`` shares prefixes.
+        """
+        self.cache = cache
+        self.sharing = sharing
+        # Every sequence with a place takes a token of the budget.
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._sharing = sharing
-        self.waiting: list[Sequence] = []
+        self._chunked_prefill = chunked_prefill
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
         """Queue all samples of ``request``."""
         for sequence in request.sequences:
-            insort(self.waiting, sequence, key=_by_age)
+            self.waiting.add(sequence)
 
-    def schedule(self) -> list[ScheduledSequence]:
-        """Return the sequences of the next step; empty if there is nothing to run.
+    def schedule(self, step_in_flight: bool) -> Schedule:
+        """Choose the sequences of the next step.
 
-        Raises:
-            OutOfChunksError: the pool cannot hold the oldest sequence although no other runs.
+        Args:
+            step_in_flight: whether a step is running whose tokens are not known yet. Where the
+                pool is full nothing is chosen then: what the step ends may be enough.
         """
-        self._append_decoded()
-        decoding = [seq for seq in self.running if seq.decoding]
-        step = [ScheduledSequence(seq, 1) for seq in decoding]
-        budget = self._max_num_batched_tokens - len(step)
-        for sequence in self.running:
-            if budget > 0 and not sequence.decoding:
-                step.append(ScheduledSequence(sequence, min(sequence.num_uncomputed, budget)))
-                budget -= step[-1].num_tokens
-        step.extend(self._admit(budget))
-        return step
+        schedule = Schedule()
+        if not self._extend(step_in_flight, schedule):
+            return schedule
+        schedule.items += [ScheduledSequence(seq, 1) for seq in self.running if seq.decoding]
+        budget = self._max_num_batched_tokens - len(schedule.items)
+        budget = self._continue_prompts(budget, schedule)
+        self._admit(budget, step_in_flight, schedule)
+        return schedule
 
-    def fork(self, leader: Sequence, sequence: Sequence) -> bool:
-        """Let a waiting sample begin where ``leader`` stands; False if there is no room now."""
-        if not self._sharing or len(self.running) >= self._max_num_seqs:
-            return False
+    def fork(self, leader: Sequence, sequence: Sequence) -> None:
+        """Let a waiting sample go on from the prompt of ``leader``, if there is room now.
+
+        The sample has its first token; ``leader`` has not got its own into the cache yet.
+        """
+        if len(self.running) >= self._max_num_seqs:
+            return
         try:
-            forked = self._cache.fork(leader.handle)
+            forked = self.cache.fork(leader.handle)
         except OutOfChunksError:
-            return False
-        self._start(sequence, forked.seq, leader.num_computed)
-        return True
+            return
+        self._start(sequence, forked.seq, leader.num_committed)
+        sequence.num_slots = leader.num_committed
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good and give its chunks back."""
-        self._release(sequence)
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            if sequence.num_committed < sequence.request.num_prompt_tokens:
+                self._hand_over(sequence)
+            self._release(sequence)
         sequence.status = Status.FINISHED
 
-    def _append_decoded(self) -> None:
-        """Give every decoding sequence a slot for its newest token, preempting if need be."""
-        while True:
-            behind = [seq for seq in self.running if seq.num_in_tree < seq.num_tokens]
-            if not behind:
-                return
-            try:
-                self._cache.append_batch(
-                    [seq.handle for seq in behind],
-                    np.fromiter((seq.last_token for seq in behind), np.uint32, len(behind)),
-                )
-            except OutOfChunksError:
-                if len(self.running) == 1:
-                    raise
-                self._preempt(self.running[-1])
-                continue
-            for seq in behind:
-                seq.num_in_tree = seq.num_tokens
+    def drop(self, request: Request) -> None:
+        """Take out all samples of ``request``."""
+        for sequence in request.sequences:
+            # So that none of its own samples takes the prompt over.
+            if sequence.status is Status.WAITING:
+                self.remove(sequence)
+        for sequence in request.sequences:
+            self.remove(sequence)
 
-    def _admit(self, budget: int) -> list[ScheduledSequence]:
-        admitted: list[ScheduledSequence] = []
+    def _extend(self, step_in_flight: bool, schedule: Schedule) -> bool:
+        """Give every decoding sequence a slot for its newest token; False if there is no room."""
+        while True:
+            known = [seq for seq in self.running if seq.num_slots < seq.num_tokens]
+            unknown = [
+                seq
+                for seq in self.running
+                if seq.num_tokens <= seq.num_slots < seq.length and seq.num_uncomputed
+            ]
+            try:
+                self.fill(known)
+                self.cache.reserve([seq.handle for seq in unknown])
+            except OutOfChunksError as error:
+                if step_in_flight:
+                    return False
+                self._make_room(error, schedule)
+                continue
+            for seq in unknown:
+                seq.num_slots = seq.length
+            return True
+
+    def fill(self, sequences: list[Sequence]) -> None:
+        """Give the newest token of each sequence to its slot, a reserved one or a new one."""
+        if not sequences:
+            return
+        tokens = np.fromiter((seq.last_token for seq in sequences), np.uint32, len(sequences))
+        self.cache.append_batch([seq.handle for seq in sequences], tokens)
+        for seq in sequences:
+            seq.num_slots = seq.num_tokens
+
+    def _make_room(self, error: OutOfChunksError, schedule: Schedule) -> None:
+        """Set the youngest sequence of the lowest class aside; refuse it if it is the only one."""
+        victim = max(self.running, key=lambda seq: (seq.rank, seq.order))
+        if len(self.running) == 1:
+            schedule.refused.append((victim.request, error))
+            self.drop(victim.request)
+            return
+        # What stays of it in the cache it finds again when it resumes.
+        self._release(victim)
+        victim.status = Status.WAITING
+        self.waiting.add(victim)
+        self.num_preemptions += 1
+
+    def _continue_prompts(self, budget: int, schedule: Schedule) -> int:
+        for sequence in self.running:
+            if budget <= 0:
+                break
+            if sequence.decoding or not self._is_ready(sequence):
+                continue
+            num_tokens = min(sequence.num_uncomputed, budget)
+            if num_tokens < sequence.num_uncomputed and not self._chunked_prefill:
+                return 0
+            schedule.items.append(ScheduledSequence(sequence, num_tokens))
+            budget -= num_tokens
+        return budget
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence that has a prompt to compute can go on with it."""
+        if not sequence.num_uncomputed:
+            return False
+        if sequence.adopted:
+            info = self.cache.sequence(sequence.handle)
+            sequence.num_scheduled = info.num_scheduled_tokens
+            sequence.num_committed = info.num_computed_tokens
+            sequence.adopted = not info.is_ready
+        return not sequence.adopted
+
+    def _admit(self, budget: int, step_in_flight: bool, schedule: Schedule) -> None:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._max_num_seqs:
-                break
-            match = self._cache.match_prefix(sequence.tokens, sequence.request.cache_salt)
-            if self.running:
-                # Another sequence is computing a prefix of this one: waiting spares the work.
-                if match.num_tokens > match.num_filled or self._leader_is_ahead(sequence):
-                    continue
-                if not self._leaves_room_to_decode(sequence, match.num_filled):
-                    break
-            if not self._insert(sequence):
-                break
-            admitted.append(ScheduledSequence(sequence, min(sequence.num_uncomputed, budget)))
-            budget -= admitted[-1].num_tokens
-        return admitted
+                return
+            if sequence.status is not Status.WAITING or sequence.num_pending:
+                continue
+            alone = not self.running and not step_in_flight
+            match = self.cache.match_prefix(sequence.tokens, sequence.request.cache_salt)
+            if not alone and self._is_worth_waiting(sequence, match):
+                continue
+            num_new = sequence.num_tokens - min(
+                match.num_filled + match.num_partial, sequence.num_tokens - 1
+            )
+            if num_new > budget and not self._chunked_prefill:
+                return
+            if self.running and not self._leaves_room_to_decode(sequence, match.num_filled):
+                return
+            try:
+                self._insert(sequence, match)
+            except OutOfChunksError as error:
+                if not alone:
+                    return
+                schedule.refused.append((sequence.request, error))
+                self.drop(sequence.request)
+                continue
+            num_tokens = min(sequence.num_uncomputed, budget)
+            if num_tokens < sequence.num_uncomputed and not self._chunked_prefill:
+                return
+            schedule.items.append(ScheduledSequence(sequence, num_tokens))
+            budget -= num_tokens
 
-    def _leader_is_ahead(self, sequence: Sequence) -> bool:
-        """Tell whether ``sequence`` can fork from its request's first sample before long."""
+    def _is_worth_waiting(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Tell whether somebody else is about to compute what ``sequence`` needs."""
+        if not self.sharing:
+            return False
+        if match.num_tokens > match.num_filled:
+            return True
         leader = sequence.request.leader
-        return (
-            self._sharing
-            and leader is not sequence
+        if (
+            leader is not sequence
             and leader.status is Status.RUNNING
             and not leader.output.token_ids
+        ):
+            return True
+        return any(self._will_have(other, sequence) for other in self.running)
+
+    def _will_have(self, other: Sequence, sequence: Sequence) -> bool:
+        """Tell whether ``other`` computes all that ``sequence`` needs but its last token."""
+        end = sequence.num_tokens - 1
+        return (
+            other.num_committed < end <= other.num_tokens
+            and other.request.cache_salt == sequence.request.cache_salt
+            and np.array_equal(other.tokens[:end], sequence.tokens[:end])
         )
 
     def _leaves_room_to_decode(self, sequence: Sequence, num_cached: int) -> bool:
@@ -147,51 +244,56 @@ class Scheduler:
 
         Admitting into the last chunks would preempt the newcomer at once.
         """
-        stats = self._cache.stats()
-        chunk_size = self._cache.chunk_size
+        stats = self.cache.stats()
+        chunk_size = self.cache.chunk_size
         num_new = -(-sequence.num_tokens // chunk_size) - num_cached // chunk_size
         return bool(num_new + len(self.running) <= stats.num_free + stats.num_evictable)
 
-    def _insert(self, sequence: Sequence) -> bool:
+    def _insert(self, sequence: Sequence, match: PrefixMatch) -> None:
         request = sequence.request
-        try:
-            inserted = self._cache.insert(sequence.tokens, request.cache_salt)
-        except OutOfChunksError:
-            if not self.running:
-                raise
-            return False
+        inserted = self.cache.insert(sequence.tokens, request.cache_salt)
         num_computed = inserted.num_computed_tokens
         collected = request.prompt_logprobs
         if sequence is request.leader and collected is not None and not collected.is_complete:
             # The logits of cached rows are needed too: they are run as queries, without a write.
             num_computed = min(num_computed, collected.next_position)
-            self._cache.rewind(inserted.seq, num_computed)
+            self.cache.rewind(inserted.seq, num_computed)
         self._start(sequence, inserted.seq, num_computed)
         if sequence is request.leader and not sequence.output.token_ids:
-            request.output.cached_tokens = inserted.cached_tokens
-        return True
+            # What others have begun but not written, somebody has to compute.
+            num_unwritten = match.num_tokens - match.num_filled
+            request.output.cached_tokens = inserted.cached_tokens - num_unwritten
 
     def _start(self, sequence: Sequence, handle: int, num_computed: int) -> None:
-        sequence.handle = handle
-        sequence.num_computed = num_computed
-        sequence.num_in_tree = sequence.num_tokens
+        self.waiting.admit(sequence)
+        sequence.enter(handle, num_computed)
         sequence.status = Status.RUNNING
-        self.waiting.remove(sequence)
-        insort(self.running, sequence, key=_by_age)
+        self.running.append(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Set a sequence aside; what stays of it in the cache it finds again when it resumes."""
-        self._release(sequence)
-        sequence.status = Status.WAITING
-        insort(self.waiting, sequence, key=_by_age)
-        self.num_preemptions += 1
+    def _hand_over(self, sequence: Sequence) -> None:
+        """Let one that waits for the prompt of ``sequence``, which is leaving, take it over.
+
+        It joins before the other leaves, and so inherits what is computed to the last token.
+        """
+        if not self.sharing:
+            return
+        for heir in self.waiting:
+            if heir.request.cache_salt != sequence.request.cache_salt or heir.num_pending:
+                continue
+            if heir.request.prompt_logprobs is not None:
+                # It computes the whole prompt anyway.
+                continue
+            match = self.cache.match_prefix(heir.tokens, heir.request.cache_salt)
+            if match.num_tokens > match.num_filled or self._will_have(sequence, heir):
+                try:
+                    self._insert(heir, match)
+                except OutOfChunksError:
+                    return
+                heir.adopted = True
+                return
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
-        elif sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            handle, sequence.handle = sequence.handle, NO_HANDLE
-            sequence.num_computed = sequence.num_in_tree = 0
-            # Nobody inherits work: a sequence joins only when all it shares is written.
-            self._cache.remove(handle)
+        self.running.remove(sequence)
+        handle = sequence.handle
+        sequence.leave()
+        self.cache.remove(handle)

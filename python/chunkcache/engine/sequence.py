@@ -15,6 +15,7 @@ from chunkcache.engine.logprobs import Logprob, PromptLogprobs, with_text
 from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.picker import SampleState
+from chunkcache.engine.prompts import TokenizedPrompt
 
 NO_HANDLE = -1
 
@@ -28,7 +29,24 @@ class Status(Enum):
 
 
 class Sequence:
-    """One sample of a request: its tokens, its place in the cache and its text so far."""
+    """One sample of a request: its tokens, its place in the cache and its text so far.
+
+    The next step is planned before the tokens of the one that runs are known, so a sequence is
+    `length` tokens long, of which the last ``num_pending`` have no id yet.
+
+    Attributes:
+        rank: the class that it is served in; its request's priority, or better by ageing.
+        state: what the picks of its tokens depend on; the picker's.
+        handle: its handle in the cache while it is running.
+        num_tokens: tokens of prompt and continuation whose ids are known.
+        num_pending: tokens that steps in flight pick for it.
+        num_slots: tokens that the cache's tree has, slots that are only reserved included.
+        num_scheduled: tokens that are computed or that steps in flight compute.
+        num_committed: tokens that are computed.
+        last_pick: which of the picks of the newest step is its own.
+        adopted: whether it took over the unfinished prompt of another one, whose step is in
+            flight, so that where its own work begins is not known yet.
+    """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Any | None) -> None:
         """Begin with the request's prompt."""
@@ -36,15 +54,14 @@ class Sequence:
         self.request = request
         self.index = index
         self.status = Status.WAITING
+        self.rank = request.priority
         self.output = CompletionOutput(index)
         end_token_ids = request.eos_token_ids.union(params.stop_ids)
         self.state = SampleState(params, seed, index, request.prompt_token_ids, end_token_ids)
-        # Its handle in the cache, while it is running.
-        self.handle = NO_HANDLE
-        # Tokens whose K/V is written, and tokens that the cache's tree knows.
-        self.num_computed = 0
-        self.num_in_tree = 0
         self.num_tokens = len(request.prompt_token_ids)
+        self.num_pending = 0
+        self.last_pick = 0
+        self.leave()
         self._tokens = np.empty(self.num_tokens + request.max_tokens, dtype=np.uint32)
         self._tokens[: self.num_tokens] = request.prompt_token_ids
         self._detokenizer = tokenizer and Detokenizer(tokenizer, params.skip_special_tokens)
@@ -52,35 +69,62 @@ class Sequence:
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
+    def enter(self, handle: int, num_computed: int) -> None:
+        """Note a place in the cache, with all known tokens, of which the first are computed."""
+        self.handle = handle
+        self.num_slots = self.num_tokens
+        self.num_scheduled = self.num_committed = num_computed
+
+    def leave(self) -> None:
+        """Forget the place in the cache."""
+        self.handle = NO_HANDLE
+        self.num_slots = self.num_scheduled = self.num_committed = 0
+        self.adopted = False
+
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
-        """Return prompt and generated tokens, as a view."""
+        """Return the known tokens, as a view."""
         return self._tokens[: self.num_tokens]
 
     @property
     def last_token(self) -> int:
-        """Return the newest token."""
+        """Return the newest known token."""
         return int(self._tokens[self.num_tokens - 1])
 
     @property
+    def length(self) -> int:
+        """Return the number of tokens, those without an id yet included."""
+        return self.num_tokens + self.num_pending
+
+    @property
     def num_uncomputed(self) -> int:
-        """Return how many tokens have no K/V of this sequence yet."""
-        return self.num_tokens - self.num_computed
+        """Return how many tokens must still be scheduled to get the next one.
+
+        The last token that a request may generate is not computed.
+        """
+        if len(self.output.token_ids) + self.num_pending >= self.request.max_tokens:
+            return 0
+        return self.length - self.num_scheduled
 
     @property
     def decoding(self) -> bool:
         """Whether the one uncomputed token is one that was generated here."""
-        return self.num_uncomputed == 1 and self.num_tokens > self.request.num_prompt_tokens
+        return (
+            self.num_uncomputed == 1
+            and self.length > self.request.num_prompt_tokens
+            and not self.adopted
+        )
 
     @property
     def order(self) -> tuple[int, int]:
         """Return the key by which older sequences go first."""
-        return self.request.output.request_id, self.index
+        return self.request.number, self.index
 
     def accept(self, token: int, logprobs: dict[int, Logprob] | None = None) -> StreamOutput:
         """Add a generated token and return the piece of output that it makes."""
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
+        self.output.token_times.append(time.perf_counter() - self.request.output.arrival_time)
         self.output.token_ids.append(token)
         request, params = self.request, self.request.params
         ends = not params.ignore_eos and token in request.eos_token_ids
@@ -130,52 +174,65 @@ class Sequence:
 
 
 class Request:
-    """A prompt with its parameters, its samples and the output pieces not yet collected."""
+    """A prompt with its parameters, its samples and the output pieces not yet collected.
+
+    Attributes:
+        number: place in the order of arrival, given by the engine that takes it.
+        pieces: output that nobody has taken yet.
+        error: what ended it, if it did not end by itself.
+    """
 
     def __init__(
         self,
-        request_id: int,
+        request_id: int | str,
         index: int,
-        prompt: str | None,
-        prompt_token_ids: list[int],
+        prompt: TokenizedPrompt,
         params: SamplingParams,
         *,
         max_tokens: int,
         seed: int,
-        cache_salt: str,
-        eos_token_ids: frozenset[int],
-        tokenizer: Any | None,
+        cache_salt: str = "",
+        priority: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        tokenizer: Any | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Set up all samples.
 
         Args:
-            request_id: number in the engine; the order of arrival.
+            request_id: how its outputs are named.
             index: position of the prompt in its call.
-            prompt: its text, if it came as text.
-            prompt_token_ids: its tokens.
+            prompt: its text, if it came as text, and its tokens.
             params: the caller's wishes.
             max_tokens: ``params.max_tokens`` within what the model's length leaves.
             seed: ``params.seed``, or the one that the engine gives.
             cache_salt: namespace in the prefix tree.
+            priority: class in which it is served, the lowest first.
             eos_token_ids: the model's, which end a text.
             tokenizer: makes the text; None for no text.
+            arrival_time: when it came, on the clock of `time.perf_counter`; now by default.
         """
+        self.number = -1
         self.index = index
         self.params = params
         self.max_tokens = max_tokens
         self.cache_salt = cache_salt
+        self.priority = priority
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
-        self.prompt_token_ids = prompt_token_ids
-        self.arrival = time.perf_counter()
+        self.prompt_token_ids = prompt.token_ids
         self.sequences = [Sequence(self, i, seed, tokenizer) for i in range(params.n)]
         self.output = RequestOutput(
-            request_id, prompt, prompt_token_ids, [seq.output for seq in self.sequences]
+            request_id,
+            prompt.text,
+            prompt.token_ids,
+            [seq.output for seq in self.sequences],
+            arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
         )
         self.prompt_logprobs = (
             None
             if params.prompt_logprobs is None
-            else PromptLogprobs(prompt_token_ids, params.prompt_logprobs)
+            else PromptLogprobs(prompt.token_ids, params.prompt_logprobs)
         )
         if self.prompt_logprobs is not None:
             self.output.prompt_logprobs = self.prompt_logprobs.entries

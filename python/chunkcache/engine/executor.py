@@ -1,0 +1,205 @@
+"""Runs planned steps, one after another, beside the thread that plans them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from chunkcache.engine.logprobs import Logprob
+from chunkcache.engine.picker import Pick, Picked
+from chunkcache.engine.runner import StepInput
+from chunkcache.engine.step import Step
+
+
+class Runner(Protocol):
+    """What computes the logits of a step: `chunkcache.engine.runner.ModelRunner`, or its like."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids are expected."""
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Compute a step and commit or close its plan; see `ModelRunner.run`."""
+
+
+class Picker(Protocol):
+    """What picks tokens: `chunkcache.engine.picker.TokenPicker`, or its like."""
+
+    def pick(self, logits: torch.Tensor, picks: Sequence[Pick]) -> Picked:
+        """Pick a token for each of ``picks``; see `TokenPicker.pick`."""
+
+
+class ModelStepError(Exception):
+    """The forward pass failed, or the picking of all its tokens; `__cause__` is what was raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        tokens: the picked tokens, one for each of the step's picks.
+        logprobs: for each pick its log-probabilities, None if they are not wanted.
+        errors: the picks that failed, by their index.
+        prompt_errors: the prompts whose log-probabilities failed, by their index in the step.
+        begin: when the step began, on the clock of `time.perf_counter`.
+        end: when it ended.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob] | None]
+    errors: dict[int, Exception]
+    prompt_errors: dict[int, Exception]
+    begin: float
+    end: float
+
+
+class RunningStep:
+    """A step that was handed to the executor."""
+
+    def __init__(self, future: Future[_Output], run: Callable[[], None] | None) -> None:
+        """Keep where its output goes, and what runs it if no thread does."""
+        self._future = future
+        self._run = run
+
+    def result(self) -> StepResult:
+        """Wait for the step; without a thread it runs now.
+
+        Raises:
+            ModelStepError: it failed, or was not run because one before it failed.
+        """
+        if self._run is not None and not self._future.done():
+            self._run()
+        output = self._future.result()
+        picked = output.picked
+        return StepResult(
+            output.tokens.wait(),
+            picked.logprobs,
+            picked.errors,
+            output.prompt_errors,
+            output.begin,
+            output.end,
+        )
+
+
+class StepExecutor:
+    """Runs steps in the order in which they come.
+
+    With ``overlap`` they run in a thread of their own, so that one may be handed over while the one
+    before it runs, and the next begins the moment that one has ended. The tokens that a step
+    picks stay on its device for the next step; the engine gets a copy.
+    """
+
+    def __init__(self, runner: Runner, picker: Picker, *, overlap: bool) -> None:
+        """Start with nothing to run."""
+        self._runner = runner
+        self._picker = picker
+        self._picked: Picked | None = None
+        self._failed = False
+        self._threads = ThreadPoolExecutor(1, "chunkcache-model") if overlap else None
+
+    def submit(self, step: Step) -> RunningStep:
+        """Hand a step over; its plan belongs to the executor from here on."""
+        if self._threads is not None:
+            return RunningStep(self._threads.submit(self._run, step), None)
+        future: Future[_Output] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._run(step))
+            except ModelStepError as error:
+                future.set_exception(error)
+
+        return RunningStep(future, run)
+
+    def recover(self) -> None:
+        """Run steps again after one failed and all that were handed over are through."""
+        self._failed = False
+        self._picked = None
+
+    def _run(self, step: Step) -> _Output:
+        with step.plan:
+            if self._failed:
+                raise ModelStepError("the step was not run, since the one before it failed")
+            begin = time.perf_counter()
+            try:
+                picked, prompt_errors = self._compute(step)
+            except ModelStepError:
+                self._failed = True
+                raise
+            self._picked = picked
+            tokens = _HostTokens(picked.tokens)
+            return _Output(tokens, picked, prompt_errors, begin, time.perf_counter())
+
+    def _compute(self, step: Step) -> tuple[Picked, dict[int, Exception]]:
+        device = self._runner.device
+        token_ids = torch.from_numpy(step.token_ids).to(device)
+        if self._picked is not None and len(step.pending_rows):
+            pending_picks = torch.from_numpy(step.pending_picks).to(device)
+            token_ids[torch.from_numpy(step.pending_rows).to(device)] = self._picked.tokens[
+                pending_picks
+            ]
+        logits_rows = torch.from_numpy(step.logits_rows).to(device)
+        try:
+            logits = self._runner.run(StepInput(step.plan, token_ids, logits_rows))
+        except BaseException as error:
+            raise ModelStepError(f"the model step failed: {named(error)}") from error
+        try:
+            if step.picks:
+                picked = self._picker.pick(logits, step.picks)
+            else:
+                picked = Picked(torch.empty(0, dtype=torch.int64, device=device), [])
+        except BaseException as error:
+            raise ModelStepError(f"picking the step's tokens failed: {named(error)}") from error
+        return picked, _collect_prompt_logprobs(logits, step)
+
+
+def _collect_prompt_logprobs(logits: torch.Tensor, step: Step) -> dict[int, Exception]:
+    errors: dict[int, Exception] = {}
+    for index, rows in enumerate(step.prompt_rows):
+        request = rows.sequence.request
+        try:
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs.add(logits[rows.begin : rows.end], request.tokenizer)
+        except Exception as error:
+            errors[index] = error
+    return errors
+
+
+def named(error: BaseException) -> str:
+    """Return the kind and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+class _HostTokens:
+    """Tokens on their way from a device; on the CPU they are there at once."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        """Begin the copy, behind what the device has been given to do so far."""
+        self._tokens = tokens
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.current_stream(tokens.device).record_event()
+
+    def wait(self) -> list[int]:
+        """Return the tokens when they are there, whatever the device does after them."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    tokens: _HostTokens
+    picked: Picked
+    prompt_errors: dict[int, Exception]
+    begin: float
+    end: float
