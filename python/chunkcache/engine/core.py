@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chunkcache.engine.executor import ModelStepError, RunningStep, StepExecutor, StepResult, named
-from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.scheduler import Scheduler
 from chunkcache.engine.sequence import NO_HANDLE, Request, Sequence, Status
 from chunkcache.engine.stats import EngineStats
@@ -188,7 +187,7 @@ class Engine:
             try:
                 if index in result.errors:
                     raise result.errors[index]
-                self._accept(sequence, result.tokens[index], result.logprobs[index])
+                self._accept(sequence, index, result)
             except Exception as error:
                 self._end_with(sequence.request, _failure_of(sequence.request, error))
                 continue
@@ -207,9 +206,11 @@ class Engine:
             self._end(sequence)
         return num_taken
 
-    def _accept(self, sequence: Sequence, token: int, logprobs: dict[int, Logprob] | None) -> None:
+    def _accept(self, sequence: Sequence, index: int, result: StepResult) -> None:
         request = sequence.request
-        piece = sequence.accept(token, logprobs)
+        piece = sequence.accept(
+            result.tokens[index], result.logprobs[index], completes=index in result.completes
+        )
         if math.isnan(request.output.time_to_first_token):
             request.output.time_to_first_token = sequence.output.token_times[-1]
         request.pieces.append(piece)

@@ -46,6 +46,7 @@ class StepResult:
         tokens: the picked tokens, one for each of the step's picks.
         logprobs: for each pick its log-probabilities, None if they are not wanted.
         errors: the picks that failed, by their index.
+        completes: the picks after which a guided text is complete, by their index.
         prompt_errors: the prompts whose log-probabilities failed, by their index in the step.
         begin: when the step began, on the clock of `time.perf_counter`.
         end: when it ended.
@@ -54,6 +55,7 @@ class StepResult:
     tokens: list[int]
     logprobs: list[dict[int, Logprob] | None]
     errors: dict[int, Exception]
+    completes: set[int]
     prompt_errors: dict[int, Exception]
     begin: float
     end: float
@@ -81,6 +83,7 @@ class RunningStep:
             output.tokens.wait(),
             picked.logprobs,
             picked.errors,
+            picked.completes,
             output.prompt_errors,
             output.begin,
             output.end,

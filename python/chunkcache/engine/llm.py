@@ -18,6 +18,7 @@ from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import Engine
 from chunkcache.engine.executor import StepExecutor
+from chunkcache.engine.guided import GrammarCompiler
 from chunkcache.engine.inspection import inspect_model
 from chunkcache.engine.outputs import RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams, check_vocabulary
@@ -90,6 +91,9 @@ class LLM:
             num_threads=torch.get_num_threads(),
             enable_prefix_sharing=self.config.enable_prefix_sharing,
             device=self.model.device.type,
+        )
+        self._grammars = GrammarCompiler(
+            self.tokenizer, self.spec.vocab_size, self.spec.eos_token_ids
         )
         self._seeds = np.random.default_rng(self.config.seed)
         self._next_request_id = 0
@@ -233,6 +237,7 @@ class LLM:
             priority=priority,
             eos_token_ids=self.spec.eos_token_ids,
             tokenizer=self.tokenizer,
+            grammar=self._grammars.compile(sampling_params),
             arrival_time=arrival_time,
         )
 
@@ -275,6 +280,7 @@ class LLM:
                 zip(tokenized, params, salts, strict=True)
             )
         ]
+        grammars = [self._grammars.compile(prompt_params) for prompt_params in params]
         first_id = self._next_request_id
         self._next_request_id += len(tokenized)
         return [
@@ -289,6 +295,7 @@ class LLM:
                 priority=priorities[index],
                 eos_token_ids=self.spec.eos_token_ids,
                 tokenizer=self.tokenizer,
+                grammar=grammars[index],
             )
             for index, prompt in enumerate(tokenized)
         ]

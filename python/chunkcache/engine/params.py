@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from chunkcache.errors import InvalidConfigError
 
 _MAX_BIAS = 100
+_GUIDED = ("guided_json", "guided_regex", "guided_choice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,11 @@ class SamplingParams:
             most probable ones; -1 for all tokens, None for none.
         prompt_logprobs: likewise for each token of the prompt but the first. Rows of the prompt
             that are cached are run through the model for it.
+        guided_json: a JSON schema, as a dict or as text, that the output has to match (vLLM's
+            ``guided_json``, now ``StructuredOutputsParams.json``). A text that is complete ends at
+            once, whatever ``min_tokens`` and ``ignore_eos`` say. Needs the extra ``guided``.
+        guided_regex: likewise a regular expression (of Rust's regex syntax) for the whole output.
+        guided_choice: likewise the strings of which the output is to be one.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -77,6 +84,9 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    guided_json: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    guided_regex: str | None = None
+    guided_choice: Sequence[str] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -88,6 +98,7 @@ class SamplingParams:
             number = getattr(self, name)
             if number is not None and (not _is_int(number) or number < -1):
                 raise _out_of_range(name, number, "None, an int of at least 0, or -1 for all")
+        self._check_guided()
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
@@ -127,6 +138,27 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "True or False")
 
+    def _check_guided(self) -> None:
+        schema, regex, choice = self.guided_json, self.guided_regex, self.guided_choice
+        given = [name for name in _GUIDED if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidConfigError(f"{' and '.join(given)} are given; allowed is one of them")
+        if schema is not None and not _is_json(schema):
+            raise _out_of_range("guided_json", schema, "None, or a JSON schema as a dict or a str")
+        if regex is not None and not isinstance(regex, str):
+            raise _out_of_range("guided_regex", regex, "None, or a str")
+        if choice is not None:
+            choices = None if isinstance(choice, str) else _as_tuple(choice)
+            if not choices or not all(isinstance(item, str) and item for item in choices):
+                allowed = "None, or a list of one or more strings that are not empty"
+                raise _out_of_range("guided_choice", choice, allowed)
+            object.__setattr__(self, "guided_choice", choices)
+
+    @property
+    def guided(self) -> str | None:
+        """The name of the argument that guides the output, None if none does."""
+        return next((name for name in _GUIDED if getattr(self, name) is not None), None)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple."""
@@ -159,6 +191,15 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         if number is not None and number > vocab_size:
             allowed = f"at most {vocab_size}, the size of the model's vocabulary"
             raise _out_of_range(name, number, allowed)
+
+
+def _is_json(schema: Any) -> bool:
+    """Tell whether ``schema`` is a JSON object, or the text of one."""
+    try:
+        value = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return isinstance(value, dict)
 
 
 def _is_int(value: object) -> bool:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from chunkcache.engine import sampler
+from chunkcache.engine.guided import Grammar
 from chunkcache.engine.logprobs import Logprob, logprobs_of
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.penalties import LogitsAdjuster
@@ -32,6 +33,7 @@ class SampleState:
         index: int,
         prompt_token_ids: Sequence[int],
         end_token_ids: Iterable[int],
+        grammar: Grammar | None = None,
     ) -> None:
         """Begin with nothing generated.
 
@@ -41,18 +43,28 @@ class SampleState:
             index: number of the sample.
             prompt_token_ids: the request's prompt.
             end_token_ids: what may not come before ``params.min_tokens``.
+            grammar: what the text has to keep to.
         """
         self.params = params
         self.token_ids: list[int] = []
         self.draws = None if params.greedy else Draws(seed, index)
+        self._grammar = None if grammar is None else grammar.begin()
         self._adjuster = LogitsAdjuster(params, prompt_token_ids, end_token_ids)
 
     @property
     def takes_best(self) -> bool:
         """Whether the token is that of the highest logit, and nothing is told of the others."""
         return (
-            self.draws is None and self._adjuster.changes_nothing and self.params.logprobs is None
+            self.draws is None
+            and self._grammar is None
+            and self._adjuster.changes_nothing
+            and self.params.logprobs is None
         )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar lets nothing follow."""
+        return self._grammar is not None and self._grammar.is_complete
 
     def pick(self, logits: npt.NDArray[np.float64]) -> int:
         """Pick the next token from the model's logits ``[vocab_size]``.
@@ -60,17 +72,23 @@ class SampleState:
         Raises:
             ChunkCacheError: there is no token to choose.
         """
-        if not self._adjuster.changes_nothing:
-            logits = self._adjuster.apply(logits.copy(), self.token_ids)
         if not np.isfinite(logits.max()):
-            raise ChunkCacheError(
-                "the model's logits leave no token to choose: they are not finite"
-            )
+            raise ChunkCacheError("the model's logits are not finite")
+        logits = logits.copy()
+        # A token after the last one is thrown away.
+        grammar = None if self.is_complete else self._grammar
+        if grammar is not None:
+            grammar.forbid(logits)
+        logits = self._adjuster.apply(logits, self.token_ids)
+        if not np.isfinite(logits.max()):
+            raise ChunkCacheError("guided output: the model has no token that may come next")
         if self.draws is None:
             token = int(logits.argmax())
         else:
             token = sampler.sample(logits, self.params, self.draws.next())
         self.token_ids.append(token)
+        if grammar is not None:
+            grammar.accept(token)
         return token
 
 
@@ -90,11 +108,13 @@ class Picked:
         tokens: int64 ``[picks]``, on the logits' device; arbitrary where there is an error.
         logprobs: for each pick its log-probabilities, None if they are not wanted.
         errors: the picks that failed, and why; the others are not concerned.
+        completes: the picks after which the grammar of a guided text lets nothing follow.
     """
 
     tokens: torch.Tensor
     logprobs: list[dict[int, Logprob] | None]
     errors: dict[int, Exception] = field(default_factory=dict)
+    completes: set[int] = field(default_factory=set)
 
 
 class TokenPicker:
@@ -119,6 +139,8 @@ class TokenPicker:
             try:
                 token = state.pick(row)
                 picked.tokens[i] = token
+                if state.is_complete:
+                    picked.completes.add(i)
                 if (number := state.params.logprobs) is not None:
                     own_row = logits[picks[i].row : picks[i].row + 1]
                     picked.logprobs[i] = logprobs_of(own_row, [token], number)[0]

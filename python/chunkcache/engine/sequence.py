@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunkcache.engine.detokenizer import Detokenizer, StopStrings
+from chunkcache.engine.guided import Grammar
 from chunkcache.engine.logprobs import Logprob, PromptLogprobs, with_text
 from chunkcache.engine.outputs import CompletionOutput, RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams
@@ -57,7 +58,9 @@ class Sequence:
         self.rank = request.priority
         self.output = CompletionOutput(index)
         end_token_ids = request.eos_token_ids.union(params.stop_ids)
-        self.state = SampleState(params, seed, index, request.prompt_token_ids, end_token_ids)
+        self.state = SampleState(
+            params, seed, index, request.prompt_token_ids, end_token_ids, request.grammar
+        )
         self.num_tokens = len(request.prompt_token_ids)
         self.num_pending = 0
         self.last_pick = 0
@@ -120,18 +123,28 @@ class Sequence:
         """Return the key by which older sequences go first."""
         return self.request.number, self.index
 
-    def accept(self, token: int, logprobs: dict[int, Logprob] | None = None) -> StreamOutput:
-        """Add a generated token and return the piece of output that it makes."""
+    def accept(
+        self, token: int, logprobs: dict[int, Logprob] | None = None, *, completes: bool = False
+    ) -> StreamOutput:
+        """Add a generated token and return the piece of output that it makes.
+
+        Args:
+            token: its id.
+            logprobs: its log-probabilities, if they are wanted.
+            completes: whether the grammar of a guided text lets nothing follow.
+        """
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
         self.output.token_times.append(time.perf_counter() - self.request.output.arrival_time)
         self.output.token_ids.append(token)
         request, params = self.request, self.request.params
         ends = not params.ignore_eos and token in request.eos_token_ids
+        if completes and request.grammar is not None:
+            ends = ends or token in request.grammar.end_token_ids
         text = self._text_of(token) if not ends else ""
         if self._stop.matched is not None:
             self.output.finish_reason, self.output.stop_reason = "stop", self._stop.matched
-        elif ends:
+        elif ends or completes:
             self.output.finish_reason = "stop"
         elif token in params.stop_ids:
             self.output.finish_reason, self.output.stop_reason = "stop", token
@@ -195,6 +208,7 @@ class Request:
         priority: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         tokenizer: Any | None = None,
+        grammar: Grammar | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Set up all samples.
@@ -210,6 +224,7 @@ class Request:
             priority: class in which it is served, the lowest first.
             eos_token_ids: the model's, which end a text.
             tokenizer: makes the text; None for no text.
+            grammar: what the text has to keep to.
             arrival_time: when it came, on the clock of `time.perf_counter`; now by default.
         """
         self.number = -1
@@ -220,6 +235,7 @@ class Request:
         self.priority = priority
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
+        self.grammar = grammar
         self.prompt_token_ids = prompt.token_ids
         self.sequences = [Sequence(self, i, seed, tokenizer) for i in range(params.n)]
         self.output = RequestOutput(
