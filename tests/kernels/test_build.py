@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from chunkcache.errors import KernelError
-from chunkcache.kernels.build import compiled, source_folder
+from chunkcache.kernels import build
+from chunkcache.kernels.build import compiled, keep_ptx, ptx_name, source_folder
 from chunkcache.kernels.table import find, instances
 from chunkcache.kernels.tpp import ELEMENTS, HEAD_DIMS
 
@@ -39,10 +40,49 @@ def test_attention_loads_neither_torch_nor_cuda():
     assert result.stdout.split() == ["False", "False"]
 
 
-def test_small_kernels_compile(tmp_path, monkeypatch):
+@pytest.fixture
+def ptx_folder(tmp_path, monkeypatch):
+    """A package without PTX."""
+    monkeypatch.setattr(build, "_PTX_FOLDER", tmp_path / "ptx")
+    build._ptx_is_current.cache_clear()
+    yield tmp_path / "ptx"
+    build._ptx_is_current.cache_clear()
+
+
+def without_compiler():
+    raise KernelError("no compiler")
+
+
+@pytest.mark.usefixtures("ptx_folder")
+def test_small_kernels_compile(tmp_path, monkeypatch, caplog):
     pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC: pip install 'chunkcache[cuda]'")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = compiled(find("merge_state_f16"))
     assert b"merge_state_f16" in code
-    kept = list((tmp_path / "chunkcache" / "kernels").iterdir())
-    assert [path.read_bytes() for path in kept] == [code]
+    folder = tmp_path / "chunkcache" / "kernels"
+    assert [path.read_bytes() for path in folder.iterdir()] == [code]
+    assert f"the result is kept in {folder}" in caplog.text
+
+
+def test_packaged_ptx_needs_no_compiler(ptx_folder, monkeypatch):
+    monkeypatch.setattr(build, "_nvrtc", without_compiler)
+    instance = find("tpp_f16_128", "sm_90a")
+    keep_ptx({ptx_name(instance): b".version 8.4"})
+    assert compiled(instance) == b".version 8.4"
+    assert (ptx_folder / "tpp_f16_128.compute_90a.ptx").is_file()
+
+
+def test_ptx_of_other_sources_is_not_used(ptx_folder, monkeypatch):
+    monkeypatch.setattr(build, "_nvrtc", without_compiler)
+    instance = find("copy_chunk")
+    keep_ptx({ptx_name(instance): b".version 8.4"})
+    (ptx_folder / "SOURCES").write_text("0123\n")
+    with pytest.raises(KernelError, match="no compiler"):
+        compiled(instance)
+
+
+@pytest.mark.usefixtures("ptx_folder")
+def test_a_missing_compiler_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(KernelError, match=r"chunkcache\[cuda\]"):
+        compiled(find("copy_chunk"))

@@ -1,15 +1,17 @@
-"""Compile the kernels with NVRTC at first use and keep the result on disk.
+"""Compiled kernels: the PTX that a wheel carries, or what NVRTC makes at first use.
 
-The sources are read from the repository's `cuda/` folder. A result is keyed by the sources, the
-options and the compiler's version, so that it is never stale; the folder is
-`$XDG_CACHE_HOME/chunkcache/kernels` (`~/.cache` without it).
+PTX in the package is used if it was made from the sources beside it. Else NVRTC compiles those,
+and the result is kept on disk, in `$XDG_CACHE_HOME/chunkcache/kernels` (`~/.cache` without it),
+keyed by the sources, the options and the compiler's version, so that it is never stale.
 """
 
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,17 +39,22 @@ class Instance:
     defines: tuple[tuple[str, str], ...]
 
 
+_PTX_FOLDER = Path(__file__).resolve().parent / "ptx"
+#: The file beside the PTX that says which sources it was made from.
+_PTX_SOURCES = "SOURCES"
+
+
 def source_folder() -> Path:
-    """Return the folder of the CUDA sources.
+    """Return the folder of the CUDA sources: a checkout's, or the package's own in a wheel.
 
     Raises:
         KernelError: the folder is neither in the package nor beside it.
     """
     package = Path(__file__).resolve().parent
-    for folder in (package / "cuda", package.parents[2] / "cuda"):
+    for folder in (package.parents[2] / "cuda", package / "cuda"):
         if (folder / "params.h").is_file():
             return folder
-    raise KernelError(f"no CUDA sources in {package / 'cuda'} nor in {package.parents[2] / 'cuda'}")
+    raise KernelError(f"no CUDA sources in {package.parents[2] / 'cuda'} nor in {package / 'cuda'}")
 
 
 @cache
@@ -55,7 +62,7 @@ def _sources_digest() -> bytes:
     digest = hashlib.sha256()
     folder = source_folder()
     for path in sorted(folder.rglob("*")):
-        if path.suffix in {".h", ".cuh", ".cu"}:
+        if path.suffix in {".h", ".cuh", ".cu", ".toml"}:
             digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.digest()
 
@@ -67,11 +74,14 @@ def cache_folder() -> Path:
 
 
 def compiled(instance: Instance) -> bytes:
-    """Return the machine code or PTX of an instance, from the disk or freshly compiled.
+    """Return the machine code or PTX of an instance: packaged, from the disk or freshly compiled.
 
     Raises:
-        KernelError: NVRTC is missing, or the compilation failed (with the compiler's log).
+        KernelError: there is no PTX and NVRTC is missing, or the compilation failed (with the
+            compiler's log).
     """
+    if _ptx_is_current():
+        return (_PTX_FOLDER / ptx_name(instance)).read_bytes()
     nvrtc = _nvrtc()
     error, major, minor = nvrtc.nvrtcVersion()
     _check(nvrtc, error, "nvrtcVersion")
@@ -79,7 +89,14 @@ def compiled(instance: Instance) -> bytes:
     path = cache_folder() / f"{instance.name}-{key[:24]}"
     if path.is_file():
         return path.read_bytes()
-    logger.info("compiling %s for %s with NVRTC %d.%d", instance.name, instance.arch, major, minor)
+    logger.warning(
+        "compiling %s for %s with NVRTC %d.%d, once: the result is kept in %s",
+        instance.name,
+        instance.arch,
+        major,
+        minor,
+        path.parent,
+    )
     code = _compile(nvrtc, instance)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +106,35 @@ def compiled(instance: Instance) -> bytes:
     except OSError as problem:
         logger.warning("compiled kernels are not kept: %s", problem)
     return code
+
+
+def compile_ptx(instance: Instance) -> bytes:
+    """Compile an instance to PTX, also where machine code is what is usually made of it.
+
+    Raises:
+        KernelError: NVRTC is missing, or the compilation failed (with the compiler's log).
+    """
+    return _compile(_nvrtc(), replace(instance, arch=instance.arch.replace("sm_", "compute_")))
+
+
+def ptx_name(instance: Instance) -> str:
+    """Return the file name of an instance's PTX."""
+    return f"{instance.name}.{instance.arch.replace('sm_', 'compute_')}.ptx"
+
+
+def keep_ptx(files: Mapping[str, bytes]) -> None:
+    """Make PTX, by file name, part of the package, in place of what was there."""
+    shutil.rmtree(_PTX_FOLDER, ignore_errors=True)
+    _PTX_FOLDER.mkdir()
+    for name, ptx in files.items():
+        (_PTX_FOLDER / name).write_bytes(ptx)
+    (_PTX_FOLDER / _PTX_SOURCES).write_text(_sources_digest().hex() + "\n")
+
+
+@cache
+def _ptx_is_current() -> bool:
+    made_from = _PTX_FOLDER / _PTX_SOURCES
+    return made_from.is_file() and made_from.read_text().strip() == _sources_digest().hex()
 
 
 def _compile(nvrtc: Any, instance: Instance) -> bytes:
