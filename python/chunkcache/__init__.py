@@ -34,10 +34,11 @@ from chunkcache.errors import (
 )
 
 if TYPE_CHECKING:
-    from chunkcache.engine import LLM, SamplingParams
+    from chunkcache.engine import LLM, AsyncLLM, SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "ChunkCache",
     "ChunkCacheError",
     "ChunkCopy",
@@ -64,7 +65,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The engine needs torch and transformers; the rest of the package numpy alone.
-    if name in ("LLM", "SamplingParams"):
+    if name in ("LLM", "AsyncLLM", "SamplingParams"):
         from chunkcache import engine
 
         return getattr(engine, name)

@@ -5,6 +5,7 @@ Needs the extra ``hf``: ``pip install 'chunkcache[hf]'``.
 
 # First, so that a missing extra is named.
 from chunkcache.engine import _requirements as _requirements
+from chunkcache.engine.async_llm import AsyncLLM
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.llm import LLM
 from chunkcache.engine.loader import BUILTIN_MODEL
@@ -16,6 +17,7 @@ from chunkcache.engine.stats import EngineStats
 __all__ = [
     "BUILTIN_MODEL",
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "EngineStats",

@@ -253,7 +253,7 @@ class Request:
         if self.prompt_logprobs is not None:
             self.output.prompt_logprobs = self.prompt_logprobs.entries
         self.pieces: deque[StreamOutput] = deque()
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
