@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkcache import OutOfChunksError
+from chunkcache import InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12)
@@ -130,3 +130,20 @@ def test_a_pinned_pool_fails_the_request_alone(llama, make_prompt) -> None:
         llm.generate(make_prompt(60, seed=1), SamplingParams(max_tokens=1))
     llm.cache.unpin(pin)
     assert len(llm.generate(make_prompt(60, seed=1), GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_each_prompt_may_have_its_own_salt(llama, make_prompt) -> None:
+    llm = LLM(llama, chunk_size=16)
+    outputs = llm.generate([make_prompt(70)] * 3, GREEDY, cache_salt=["a", "b", "a"])
+    assert [output.num_computed_prompt_tokens for output in outputs] == [70, 70, 1]
+
+
+def test_salts_for_another_number_of_prompts_are_refused(llama) -> None:
+    with pytest.raises(InvalidConfigError, match="cache_salt has 2 entries for 3 prompts"):
+        LLM(llama).generate([[1], [2], [3]], GREEDY, cache_salt=["a", "b"])
+
+
+@pytest.mark.parametrize("priority", [1.5, True, None, ["x"], "high"])
+def test_a_priority_is_an_int(llama, priority) -> None:
+    with pytest.raises(InvalidConfigError, match="priority"):
+        LLM(llama).generate([[1]], GREEDY, priority=priority)

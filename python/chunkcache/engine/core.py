@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from chunkcache.engine.executor import ModelStepError, RunningStep, StepExecutor, StepResult, named
@@ -158,8 +159,13 @@ class Engine:
             self._flights.append(_Flight(planned, running))
 
     def _finish_step(self) -> None:
+        # It stays in its place until it is through, whatever interrupts the waiting.
         result = self._flights[0].running.result()
         planned = self._flights.popleft().planned
+        # Here and not in the executor: what the tree knows when the next step is planned must not
+        # depend on how fast this one was.
+        with planned.step.plan as plan:
+            self._cache.commit(plan)
         is_wanted = False
         for item, num_prompt_rows in zip(planned.scheduled, planned.num_prompt_rows, strict=True):
             item.sequence.request.output.num_computed_prompt_tokens += num_prompt_rows
@@ -237,22 +243,22 @@ class Engine:
         if not self._requests:
             self._last_end = None
             self._await_flights()
+            self._executor.recover()
 
     def _await_flights(self) -> None:
         while self._flights:
             flight = self._flights.popleft()
-            try:
+            # Whoever wanted its tokens is gone, or has got the first error.
+            with flight.planned.step.plan as plan, suppress(ModelStepError):
                 flight.running.result()
-            except ModelStepError:
-                # Whoever wanted its tokens is gone or has got the first error.
-                self._executor.recover()
+                self._cache.commit(plan)
 
     def _fail(self, what: str, cause: BaseException | None) -> EngineError:
         """End every request with an error, and be ready for new ones."""
         message = f"{what}; this ended all {len(self._requests)} requests of the engine"
         for request in list(self._requests.values()):
             self._end_with(request, _caused(message, cause))
-        self._settle()
+        self._await_flights()
         self._executor.recover()
         return _caused(message, cause)
 

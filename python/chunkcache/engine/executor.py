@@ -24,7 +24,7 @@ class Runner(Protocol):
         """Where token ids are expected."""
 
     def run(self, step: StepInput) -> torch.Tensor:
-        """Compute a step and commit or close its plan; see `ModelRunner.run`."""
+        """Compute a step and leave its plan open; see `ModelRunner.run`."""
 
 
 class Picker(Protocol):
@@ -107,7 +107,7 @@ class StepExecutor:
         self._threads = ThreadPoolExecutor(1, "chunkcache-model") if overlap else None
 
     def submit(self, step: Step) -> RunningStep:
-        """Hand a step over; its plan belongs to the executor from here on."""
+        """Hand a step over. Its plan is to stay open until its result is there."""
         if self._threads is not None:
             return RunningStep(self._threads.submit(self._run, step), None)
         future: Future[_Output] = Future()
@@ -126,18 +126,17 @@ class StepExecutor:
         self._picked = None
 
     def _run(self, step: Step) -> _Output:
-        with step.plan:
-            if self._failed:
-                raise ModelStepError("the step was not run, since the one before it failed")
-            begin = time.perf_counter()
-            try:
-                picked, prompt_errors = self._compute(step)
-            except ModelStepError:
-                self._failed = True
-                raise
-            self._picked = picked
-            tokens = _HostTokens(picked.tokens)
-            return _Output(tokens, picked, prompt_errors, begin, time.perf_counter())
+        if self._failed:
+            raise ModelStepError("the step was not run, since the one before it failed")
+        begin = time.perf_counter()
+        try:
+            picked, prompt_errors = self._compute(step)
+        except ModelStepError:
+            self._failed = True
+            raise
+        self._picked = picked
+        tokens = _HostTokens(picked.tokens)
+        return _Output(tokens, picked, prompt_errors, begin, time.perf_counter())
 
     def _compute(self, step: Step) -> tuple[Picked, dict[int, Exception]]:
         device = self._runner.device

@@ -69,20 +69,23 @@ def _served_logits(
     runner = ModelRunner(model, cache)
     # The second prompt finds the first's leading chunks, whose logits it then lacks.
     one = cache.insert(first)
-    head = runner.run(_step(runner, [one.seq], [first[:_NUM_SHARED]]))
+    head = _run(runner, [one.seq], [first[:_NUM_SHARED]])
     two = cache.insert(second)
-    rest = runner.run(
-        _step(runner, [two.seq, one.seq], [second[two.num_computed_tokens :], first[_NUM_SHARED:]])
+    rest = _run(
+        runner, [two.seq, one.seq], [second[two.num_computed_tokens :], first[_NUM_SHARED:]]
     )
     num_second = _NUM_TOKENS - two.num_computed_tokens
     rows = [head, rest[num_second:], head[: two.num_computed_tokens], rest[:num_second]]
     return _to_numpy(torch.cat(rows))
 
 
-def _step(runner: ModelRunner, handles: list[int], pieces: list[np.ndarray]) -> StepInput:
-    plan = runner.cache.plan(handles, np.cumsum([0, *map(len, pieces)]))
+def _run(runner: ModelRunner, handles: list[int], pieces: list[np.ndarray]) -> torch.Tensor:
     token_ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(runner.device)
-    return StepInput(plan, token_ids, torch.arange(len(token_ids), device=runner.device))
+    all_rows = torch.arange(len(token_ids), device=runner.device)
+    with runner.cache.plan(handles, np.cumsum([0, *map(len, pieces)])) as plan:
+        logits = runner.run(StepInput(plan, token_ids, all_rows))
+        runner.cache.commit(plan)
+    return logits
 
 
 def _eager_logits(model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -44,23 +44,20 @@ class ModelRunner:
         return device
 
     def run(self, step: StepInput) -> torch.Tensor:
-        """Compute a step, write its K/V and commit it.
+        """Compute a step and write its K/V. Its plan stays open, for the caller to commit or close.
 
         Returns:
-            Logits ``[wanted, vocab_size]`` in the model's dtype. After an error nothing of the
-            step counts as written, and its plan is closed.
+            Logits ``[wanted, vocab_size]`` in the model's dtype.
         """
-        with step.plan as plan:
-            attention = _CacheAttention(self.cache, plan)
-            selection = {"logits_to_keep": step.logits_rows} if self._selects_rows else {}
-            with torch.inference_mode(), attending(self.model, attention):
-                logits: torch.Tensor = self.model(
-                    input_ids=step.token_ids[None],
-                    position_ids=torch.as_tensor(plan.positions).to(self.device)[None],
-                    use_cache=False,
-                    **selection,
-                ).logits[0]
-            self.cache.commit(plan)
+        attention = _CacheAttention(self.cache, step.plan)
+        selection = {"logits_to_keep": step.logits_rows} if self._selects_rows else {}
+        with torch.inference_mode(), attending(self.model, attention):
+            logits: torch.Tensor = self.model(
+                input_ids=step.token_ids[None],
+                position_ids=torch.as_tensor(step.plan.positions).to(self.device)[None],
+                use_cache=False,
+                **selection,
+            ).logits[0]
         return logits if self._selects_rows else logits[step.logits_rows]
 
 
