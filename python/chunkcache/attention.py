@@ -101,9 +101,10 @@ def run(
     """Attention of a step's queries to pages of keys and values, in two phases.
 
     Arrays are numpy or torch on the CPU, all of one dtype (float32, float16 or bfloat16), in any
-    strides but for a contiguous head_dim. Or torch on one CUDA device, float16 or bfloat16, with
-    pages of a multiple of 16 tokens: that needs `chunkcache[cuda]` and works on torch's current
-    stream.
+    strides but for a contiguous head_dim. Or all on one CUDA device, float16 or bfloat16, with
+    pages of a multiple of 16 tokens: torch tensors, or arrays of other libraries that have DLPack's
+    methods or a `__cuda_array_interface__`, taken without a copy. That needs
+    `chunkcache[cuda,torch]` and works on torch's current stream; new outputs are torch tensors.
 
     Args:
         plan: the step.
@@ -136,9 +137,15 @@ def run(
         if sharing != "auto" or isa is not None:
             given = f"sharing={sharing!r}, isa={isa!r}"
             raise InvalidConfigError(f"q: got a CUDA tensor with {given}, allowed is their default")
-        kv = frontend.paged_kv(k_pages, v_pages, kv_layout, tensors.device_of(q))
+        on_device = tensors.as_tensor("q", q)
+        kv = frontend.paged_kv(k_pages, v_pages, kv_layout, on_device.device.index)
         how = frontend.Options(sm_scale, logits_soft_cap, window_left, return_lse)
-        return frontend.run(plan, q, kv, how, out, lse)
+        made = frontend.run(plan, on_device, kv, how, out, lse)
+        if not return_lse:
+            return made if out is None else out
+        return tuple(
+            mine if own is None else own for mine, own in zip(made, (out, lse), strict=True)
+        )
     k, v = _pages(k_pages, v_pages, kv_layout)
     queries = Expected(
         ("rows", "num_qo_heads", "head_dim"), (plan.num_rows, None, k.shape[3]), (k.dtype,)

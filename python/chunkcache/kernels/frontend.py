@@ -17,7 +17,15 @@ from chunkcache.kernels.driver import Launch, limits, load
 from chunkcache.kernels.params import Operands, Scores, Strides
 from chunkcache.kernels.schedule import DeviceCosts, PlanTables, build_schedule
 from chunkcache.kernels.table import find
-from chunkcache.kernels.tensors import ELEMENTS, Wanted, check, check_aligned, dtype_name, stream_of
+from chunkcache.kernels.tensors import (
+    ELEMENTS,
+    Wanted,
+    as_tensor,
+    check,
+    check_aligned,
+    dtype_name,
+    stream_of,
+)
 from chunkcache.kernels.tpp import HEAD_DIMS, Pages, TppAttention, TppTables
 
 if TYPE_CHECKING:
@@ -240,6 +248,7 @@ def merge_state(
     Raises:
         InvalidConfigError: shapes, dtypes or devices that are not allowed.
     """
+    o_a = as_tensor("o_a", o_a)
     device = o_a.device.index
     dims = ("rows", "num_qo_heads", "head_dim")
     o_a = check("o_a", o_a, Wanted(dims, (None,) * 3, tuple(ELEMENTS), device), contiguous=True)

@@ -1,4 +1,4 @@
-"""torch CUDA tensors as addresses and strides, checked. torch is never imported here."""
+"""Arrays in CUDA memory as torch tensors, checked; other libraries' without a copy."""
 
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,15 +12,63 @@ if TYPE_CHECKING:
 ELEMENTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
+#: DLPack's numbers of CUDA memory: plain and managed.
+_DLPACK_CUDA = (2, 13)
+
+
 def is_cuda(array: Any) -> bool:
-    """Return whether this is a torch tensor on a CUDA device."""
+    """Return whether this is memory of a CUDA device.
+
+    That is a torch tensor on one, or any array with DLPack's methods or a
+    `__cuda_array_interface__` (CuPy, Numba, JAX, ...).
+    """
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor) and array.is_cuda
+    if torch is not None and isinstance(array, torch.Tensor):
+        return bool(array.is_cuda)
+    if hasattr(array, "__dlpack_device__"):
+        return array.__dlpack_device__()[0] in _DLPACK_CUDA
+    return hasattr(array, "__cuda_array_interface__")
 
 
-def device_of(tensor: Any) -> int:
-    """Return the ordinal of a tensor's CUDA device."""
-    return int(tensor.device.index)
+def as_tensor(name: str, array: Any) -> "torch.Tensor":
+    """Return CUDA memory as a torch tensor over the same bytes, ordered after its producer's work.
+
+    Args:
+        name: the argument's name, for messages.
+        array: what `is_cuda` is true of.
+
+    Raises:
+        InvalidConfigError: torch is missing, or cannot take the array as it is.
+    """
+    try:
+        import torch
+        import torch.utils.dlpack
+    except ImportError as missing:
+        raise InvalidConfigError(
+            f"{name}: got CUDA memory, which needs torch: pip install 'chunkcache[torch]'"
+        ) from missing
+    if isinstance(array, torch.Tensor):
+        return array
+    try:
+        if hasattr(array, "__dlpack__"):
+            # Asks the producer to let torch's current stream wait for what it has queued.
+            return torch.utils.dlpack.from_dlpack(array)
+        interface = array.__cuda_array_interface__
+        tensor = torch.as_tensor(array, device="cuda")
+        if tensor.numel() and tensor.data_ptr() != interface["data"][0]:
+            raise TypeError("its memory cannot be used in place")
+    except (BufferError, RuntimeError, TypeError, ValueError) as problem:
+        raise InvalidConfigError(
+            f"{name}: got {type(array).__name__} ({problem}), allowed is CUDA memory that torch can"
+            " use in place"
+        ) from problem
+    producer = interface.get("stream")
+    if producer is not None:
+        # The interface's 1 and 2 are the legacy and the per-thread default stream, as CUDA's own.
+        make_stream: Any = torch.cuda.ExternalStream
+        waited = make_stream(producer, device=tensor.device)
+        torch.cuda.current_stream(tensor.device).wait_stream(waited)
+    return tensor
 
 
 class Wanted(NamedTuple):
@@ -50,7 +98,7 @@ def dtype_name(tensor: "torch.Tensor") -> str:
 
 
 def check(name: str, tensor: Any, wanted: Wanted, *, contiguous: bool = False) -> "torch.Tensor":
-    """Check a tensor and return it.
+    """Check an array in CUDA memory and return it as a tensor.
 
     Args:
         name: the argument's name, for messages.
@@ -62,9 +110,9 @@ def check(name: str, tensor: Any, wanted: Wanted, *, contiguous: bool = False) -
         InvalidConfigError: anything else than `wanted`.
     """
     if not is_cuda(tensor):
-        kind = getattr(tensor, "device", type(tensor).__name__)
+        kind = getattr(tensor, "device", None) or type(tensor).__name__
         raise InvalidConfigError(f"{name}: got {kind}, allowed is {wanted}")
-    found: torch.Tensor = tensor
+    found = as_tensor(name, tensor)
     fits = found.dim() == len(wanted.sizes) and all(
         size in (None, n) for n, size in zip(found.shape, wanted.sizes, strict=True)
     )
