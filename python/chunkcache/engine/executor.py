@@ -148,7 +148,9 @@ class StepExecutor:
             ]
         logits_rows = torch.from_numpy(step.logits_rows).to(device)
         try:
-            logits = self._runner.run(StepInput(step.plan, token_ids, logits_rows))
+            logits = self._runner.run(
+                StepInput(step.plan, token_ids, logits_rows, step.adapter_rows)
+            )
         except BaseException as error:
             raise ModelStepError(f"the model step failed: {named(error)}") from error
         try:

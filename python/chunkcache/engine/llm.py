@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -20,6 +21,7 @@ from chunkcache.engine.core import Engine
 from chunkcache.engine.executor import StepExecutor
 from chunkcache.engine.guided import GrammarCompiler
 from chunkcache.engine.inspection import inspect_model
+from chunkcache.engine.lora import Adapters, namespace
 from chunkcache.engine.outputs import RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams, check_vocabulary
 from chunkcache.engine.picker import TokenPicker
@@ -47,6 +49,7 @@ class LLM:
         tokenizer: Any | None = None,
         *,
         dtype: str | torch.dtype | None = None,
+        lora_adapters: Mapping[str, str | Path] | None = None,
         **config: Any,
     ) -> None:
         """Load the model, check that it can be served, and make its cache.
@@ -58,11 +61,13 @@ class LLM:
                 one, prompts are token ids and outputs have no text.
             dtype: "float32", "bfloat16", "float16", or "auto" for the saved one. By default
                 float32, or a loaded model's own.
+            lora_adapters: a name for each LoRA adapter, and its folder as peft saves it. Requests
+                choose one by its name. Needs the extra ``lora``.
             config: the fields of `EngineConfig`.
 
         Raises:
-            InvalidConfigError: an argument is not allowed, or the model has a feature that the
-                engine does not serve.
+            InvalidConfigError: an argument is not allowed, or the model or an adapter has a feature
+                that the engine does not serve.
         """
         self.config = EngineConfig(**_check_options(config))
         _check_tokenizer(tokenizer)
@@ -77,6 +82,7 @@ class LLM:
             self.tokenizer = tokenizer
         self.spec: ModelSpec = inspect_model(self.model)
         probe(self.model, self.spec)
+        self._adapters = Adapters(self.model, _check_adapters(lora_adapters))
         chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size)
         self.capacity = pool_capacity(self.config, self.spec, chunk_bytes, self.model.device)
         self.max_model_len = _max_model_len(self.config, self.spec, self.capacity)
@@ -99,7 +105,7 @@ class LLM:
         self._next_request_id = 0
         self.engine = Engine(
             StepExecutor(
-                ModelRunner(self.model, self.cache),
+                ModelRunner(self.model, self.cache, self._adapters),
                 TokenPicker(),
                 overlap=self.config.enable_overlap,
             ),
@@ -132,6 +138,7 @@ class LLM:
         progress: bool | None = None,
         cache_salt: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -144,6 +151,7 @@ class LLM:
         progress: bool | None = None,
         cache_salt: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Iterator[StreamOutput]: ...
 
     def generate(
@@ -155,6 +163,7 @@ class LLM:
         progress: bool | None = None,
         cache_salt: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput] | Iterator[StreamOutput]:
         """Continue one prompt or many.
 
@@ -169,6 +178,8 @@ class LLM:
                 between namespaces.
             priority: class of the prompts, one for all or one for each. The lowest number is served
                 first; within a class the first come. No class waits for ever (`WaitingQueue`).
+            lora: name of the LoRA adapter of the prompts, one for all or one for each; None is the
+                bare model (vLLM's ``lora_request``, by name).
 
         Returns:
             One output for each prompt, in their order; with ``stream``, an iterator.
@@ -179,7 +190,7 @@ class LLM:
                 what is pinned; nothing has started then.
             EngineError: the model, the sampler or the planning of a step failed.
         """
-        requests = self._requests(prompts, sampling_params, cache_salt, priority)
+        requests = self._requests(prompts, sampling_params, cache_salt, priority, lora)
         if stream:
             return self._stream(requests, bool(progress))
         show = sys.stderr.isatty() if progress is None else progress
@@ -194,6 +205,7 @@ class LLM:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        lora: str | None = None,
         request_id: int | str | None = None,
         arrival_time: float | None = None,
     ) -> Request:
@@ -204,6 +216,7 @@ class LLM:
             sampling_params: its parameters.
             cache_salt: its namespace.
             priority: its class.
+            lora: name of its LoRA adapter, None for the bare model.
             request_id: how its outputs are named; the next number by default.
             arrival_time: when it came, on the clock of `time.perf_counter`; now by default.
 
@@ -222,7 +235,8 @@ class LLM:
             )
         _check_salt(cache_salt)
         _check_priority(priority)
-        max_tokens = self._max_tokens(tokenized[0], 0, sampling_params, cache_salt)
+        self._check_lora(lora)
+        max_tokens = self._max_tokens(tokenized[0], 0, sampling_params, namespace(cache_salt, lora))
         if request_id is None:
             request_id = self._next_request_id
             self._next_request_id += 1
@@ -233,11 +247,12 @@ class LLM:
             sampling_params,
             max_tokens=max_tokens,
             seed=self._seed(sampling_params),
-            cache_salt=cache_salt,
+            cache_salt=namespace(cache_salt, lora),
             priority=priority,
             eos_token_ids=self.spec.eos_token_ids,
             tokenizer=self.tokenizer,
             grammar=self._grammars.compile(sampling_params),
+            lora=lora,
             arrival_time=arrival_time,
         )
 
@@ -268,12 +283,14 @@ class LLM:
                 self.engine.abort(unfinished)
 
     def _requests(
-        self, prompts: Any, sampling_params: Any, cache_salt: Any, priority: Any
+        self, prompts: Any, sampling_params: Any, cache_salt: Any, priority: Any, lora: Any
     ) -> list[Request]:
         tokenized = tokenize(prompts, self.tokenizer, self.spec.vocab_size)
         params = _params_for_each(sampling_params, len(tokenized))
         salts = _for_each("cache_salt", cache_salt, str, len(tokenized), _check_salt)
         priorities = _for_each("priority", priority, int, len(tokenized), _check_priority)
+        loras = _for_each("lora", lora, str | None, len(tokenized), self._check_lora)
+        salts = [namespace(*pair) for pair in zip(salts, loras, strict=True)]
         limits = [
             self._max_tokens(prompt, index, prompt_params, salt)
             for index, (prompt, prompt_params, salt) in enumerate(
@@ -296,6 +313,7 @@ class LLM:
                 eos_token_ids=self.spec.eos_token_ids,
                 tokenizer=self.tokenizer,
                 grammar=grammars[index],
+                lora=loras[index],
             )
             for index, prompt in enumerate(tokenized)
         ]
@@ -339,6 +357,12 @@ class LLM:
             )
         return max_tokens
 
+    def _check_lora(self, lora: Any) -> None:
+        names = self._adapters.names
+        if lora is not None and lora not in names:
+            allowed = ", ".join(map(repr, names)) or "None, since LLM got no lora_adapters"
+            raise InvalidConfigError(f"lora is {lora!r}; allowed is {allowed}")
+
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None or params.greedy:
             return params.seed or 0
@@ -351,9 +375,20 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
         if name not in allowed:
             raise InvalidConfigError(
                 f"{name} is {value!r}, but LLM has no such argument; allowed are model, tokenizer, "
-                f"dtype, {', '.join(allowed)}"
+                f"dtype, lora_adapters, {', '.join(allowed)}"
             )
     return options
+
+
+def _check_adapters(adapters: Any) -> dict[str, Path]:
+    given = {} if adapters is None else adapters
+    allowed = "None, or a dict of names and folders"
+    if not isinstance(given, Mapping):
+        raise InvalidConfigError(f"lora_adapters is {adapters!r}; allowed is {allowed}")
+    for name, path in given.items():
+        if not isinstance(name, str) or not name or not isinstance(path, (str, Path)):
+            raise InvalidConfigError(f"lora_adapters has {name!r}: {path!r}; allowed is {allowed}")
+    return {name: Path(path).expanduser() for name, path in given.items()}
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
@@ -429,7 +464,7 @@ def _params_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 def _for_each(
-    name: str, values: Any, kind: type, num_prompts: int, check: Callable[[Any], None]
+    name: str, values: Any, kind: type | UnionType, num_prompts: int, check: Callable[[Any], None]
 ) -> list[Any]:
     """Return a value for each prompt, from one for all or a sequence of them, each checked."""
     is_one = isinstance(values, kind) or not isinstance(values, Sequence)

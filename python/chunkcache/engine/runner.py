@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from chunkcache import ChunkCache, Plan
 from chunkcache.engine.attention import AttentionCall, attending
 from chunkcache.engine.inspection import accepts
+from chunkcache.engine.lora import AdapterRows, Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +24,23 @@ class StepInput:
         token_ids: int64 ``[rows]``, the new tokens of each sequence, one sequence after the other,
             on the model's device.
         logits_rows: int64 ``[wanted]``, the rows whose logits are wanted, on the model's device.
+        adapter_rows: the rows that a LoRA adapter acts on.
     """
 
     plan: Plan
     token_ids: torch.Tensor
     logits_rows: torch.Tensor
+    adapter_rows: Sequence[AdapterRows] = ()
 
 
 class ModelRunner:
     """A model and the cache that holds its K/V."""
 
-    def __init__(self, model: Any, cache: ChunkCache) -> None:
-        """Keep both; the model's weights stay where and as they are."""
+    def __init__(self, model: Any, cache: ChunkCache, adapters: Adapters | None = None) -> None:
+        """Keep them; the model's weights stay where and as they are."""
         self.model = model
         self.cache = cache
+        self._adapters = adapters
         self._selects_rows = accepts(model, "logits_to_keep")
 
     @property
@@ -51,7 +57,11 @@ class ModelRunner:
         """
         attention = _CacheAttention(self.cache, step.plan)
         selection = {"logits_to_keep": step.logits_rows} if self._selects_rows else {}
-        with torch.inference_mode(), attending(self.model, attention):
+        with (
+            torch.inference_mode(),
+            attending(self.model, attention),
+            self._applied(step.adapter_rows),
+        ):
             logits: torch.Tensor = self.model(
                 input_ids=step.token_ids[None],
                 position_ids=torch.as_tensor(step.plan.positions).to(self.device)[None],
@@ -59,6 +69,9 @@ class ModelRunner:
                 **selection,
             ).logits[0]
         return logits if self._selects_rows else logits[step.logits_rows]
+
+    def _applied(self, rows: Sequence[AdapterRows]) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters is None else self._adapters.applied(rows)
 
 
 class _CacheAttention:

@@ -209,6 +209,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         tokenizer: Any | None = None,
         grammar: Grammar | None = None,
+        lora: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Set up all samples.
@@ -225,6 +226,7 @@ class Request:
             eos_token_ids: the model's, which end a text.
             tokenizer: makes the text; None for no text.
             grammar: what the text has to keep to.
+            lora: name of its adapter; None for the bare model.
             arrival_time: when it came, on the clock of `time.perf_counter`; now by default.
         """
         self.number = -1
@@ -236,6 +238,7 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.grammar = grammar
+        self.lora = lora
         self.prompt_token_ids = prompt.token_ids
         self.sequences = [Sequence(self, i, seed, tokenizer) for i in range(params.n)]
         self.output = RequestOutput(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunkcache import ChunkCache, Plan
+from chunkcache.engine.lora import AdapterRows
 from chunkcache.engine.picker import Pick
 from chunkcache.engine.sequence import Sequence, Status
 
@@ -58,6 +59,7 @@ class Step:
         logits_rows: int64 ``[wanted]``, the rows whose logits are wanted.
         picks: the tokens to pick from those logits; their rows come first.
         prompt_rows: the rows of those logits that a prompt's log-probabilities need.
+        adapter_rows: the rows of requests with a LoRA adapter.
     """
 
     plan: Plan
@@ -67,6 +69,7 @@ class Step:
     logits_rows: npt.NDArray[np.int64]
     picks: Sequence_[Pick]
     prompt_rows: Sequence_[PromptRows]
+    adapter_rows: Sequence_[AdapterRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,24 @@ def plan_step(
         np.array(logits_rows, dtype=np.int64),
         picks,
         collecting,
+        _adapter_rows(scheduled),
     )
     return PlannedStep(step, scheduled, num_prompt_rows, picking, decoding_only)
+
+
+def _adapter_rows(scheduled: Sequence_[ScheduledSequence]) -> list[AdapterRows]:
+    """Return the rows of each adapter, those side by side as one."""
+    result: list[AdapterRows] = []
+    end = 0
+    for item in scheduled:
+        begin, end = end, end + item.num_tokens
+        name = item.sequence.request.lora
+        if name is None:
+            continue
+        if result and (result[-1].name, result[-1].end) == (name, begin):
+            begin = result.pop().begin
+        result.append(AdapterRows(name, begin, end))
+    return result
 
 
 def _waiting_siblings(sequence: Sequence) -> list[Sequence]:
