@@ -83,6 +83,10 @@ build-tests: ## Build the Rust tests
 test-python: setup ## Run the Python tests
 	$(BIN)/python -m pytest --quiet
 
+.PHONY: soak
+soak: setup ## Run two hundred callers against the engine, many times over
+	CHUNKCACHE_SOAK_ROUNDS=$${CHUNKCACHE_SOAK_ROUNDS:-40} $(BIN)/python -m pytest --quiet tests/engine/test_soak.py
+
 .PHONY: stubtest
 stubtest: setup ## Compare the hand-written stubs with the built module
 	$(BIN)/python -m mypy.stubtest chunkcache._core
@@ -105,6 +109,7 @@ fmt: $(STAMPS)/tools ## Format the Rust and the Python sources
 bench: setup ## Run the benchmarks
 	cargo bench --locked
 	$(BIN)/python benches/attention.py
+	$(BIN)/python benches/prefill_gap.py
 
 .PHONY: dist-check
 dist-check: $(STAMPS)/tools ## Build the sdist and a wheel from it, and try that wheel

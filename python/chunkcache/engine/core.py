@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from chunkcache.engine.executor import ModelStepError, RunningStep, StepExecutor, StepResult, named
+from chunkcache.engine.fair_lock import FairLock
 from chunkcache.engine.scheduler import Scheduler
 from chunkcache.engine.sequence import NO_HANDLE, Request, Sequence, Status
 from chunkcache.engine.stats import EngineStats
 from chunkcache.engine.step import PlannedStep, plan_step
-from chunkcache.errors import ChunkCacheError, EngineError
+from chunkcache.errors import ChunkCacheError, EngineError, StalePlanError
 
 # One step runs while the next one waits for its end; further ones would be planned on more tokens
 # that nobody knows.
@@ -57,7 +57,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._last_end: float | None = None
         self._news: dict[int, Request] = {}
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self.stats = EngineStats()
 
     @property
@@ -155,7 +155,11 @@ class Engine:
                 return
             planned = plan_step(self._cache, schedule.items, self._scheduler.sharing)
             self._note_peaks()
-            running = self._executor.submit(planned.step)
+            try:
+                running = self._executor.submit(planned.step)
+            except BaseException:
+                planned.step.plan.close()
+                raise
             self._flights.append(_Flight(planned, running))
 
     def _finish_step(self) -> None:
@@ -249,7 +253,7 @@ class Engine:
         while self._flights:
             flight = self._flights.popleft()
             # Whoever wanted its tokens is gone, or has got the first error.
-            with flight.planned.step.plan as plan, suppress(ModelStepError):
+            with flight.planned.step.plan as plan, suppress(ModelStepError, StalePlanError):
                 flight.running.result()
                 self._cache.commit(plan)
 

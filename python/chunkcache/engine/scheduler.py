@@ -188,7 +188,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._max_num_seqs:
                 return
-            if sequence.status is not Status.WAITING or sequence.num_pending:
+            if sequence.status is not Status.WAITING or self._is_about_to_fork(sequence):
                 continue
             alone = not self.running and not step_in_flight
             match = self.cache.match_prefix(sequence.tokens, sequence.request.cache_salt)
@@ -215,20 +215,21 @@ class Scheduler:
             schedule.items.append(ScheduledSequence(sequence, num_tokens))
             budget -= num_tokens
 
-    def _is_worth_waiting(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Tell whether somebody else is about to compute what ``sequence`` needs."""
-        if not self.sharing:
-            return False
-        if match.num_tokens > match.num_filled:
-            return True
+    def _is_about_to_fork(self, sequence: Sequence) -> bool:
+        """Tell whether ``sequence`` gets its first token with the prompt of its first sample."""
         leader = sequence.request.leader
-        if (
-            leader is not sequence
+        return bool(sequence.num_pending) or (
+            self.sharing
+            and leader is not sequence
             and leader.status is Status.RUNNING
             and not leader.output.token_ids
-        ):
-            return True
-        return any(self._will_have(other, sequence) for other in self.running)
+        )
+
+    def _is_worth_waiting(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Tell whether somebody else is about to compute what ``sequence`` needs."""
+        return match.num_tokens > match.num_filled or (
+            self.sharing and any(self._will_have(other, sequence) for other in self.running)
+        )
 
     def _will_have(self, other: Sequence, sequence: Sequence) -> bool:
         """Tell whether ``other`` computes all that ``sequence`` needs but its last token."""
