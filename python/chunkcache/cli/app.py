@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 import chunkcache
+from chunkcache.cli.serve_bench.command import bench_app
 from chunkcache.errors import ChunkCacheError
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,95 @@
+"""The workloads of a benchmark, as its options ask for them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from chunkcache.cli.serve_bench.options import BenchOptions
+from chunkcache.cli.serve_bench.replay import replayed
+from chunkcache.cli.serve_bench.traces import read_trace
+from chunkcache.cli.serve_bench.workload import Row, TimedRequest, poisson_workload
+from chunkcache.engine import ModelSpec
+from chunkcache.errors import InvalidConfigError
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A workload and what it is called.
+
+    Attributes:
+        label: its name in tables.
+        requests: by arrival.
+        row: of a Poisson workload; None for a trace.
+        origin: where the requests come from, for JSON.
+    """
+
+    label: str
+    requests: list[TimedRequest]
+    row: Row | None
+    origin: dict[str, Any]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its continuation."""
+        return max(len(r.prompt) + r.num_output_tokens for r in self.requests)
+
+    def at_rate(self, rps: float) -> list[TimedRequest]:
+        """Return the requests of a Poisson workload as they come at another rate."""
+        if self.row is None:
+            raise InvalidConfigError(f"{self.label} has times of its own; allowed is a row")
+        factor = self.row.rps / rps
+        return [replace(request, arrival=request.arrival * factor) for request in self.requests]
+
+
+def make_experiments(options: BenchOptions, spec: ModelSpec) -> list[Experiment]:
+    """Make every workload.
+
+    Raises:
+        InvalidConfigError: a workload does not fit the model, or the trace is malformed.
+        OSError: the trace cannot be read.
+    """
+    if options.trace is not None:
+        return [_replay(options, spec)]
+    experiments = []
+    for given in options.rows:
+        row = given.scaled(options.scale)
+        limit = spec.max_model_len
+        if limit is not None and row.n_p + row.n_c > limit:
+            raise InvalidConfigError(
+                f"row {row.label} has {row.n_p + row.n_c} tokens; allowed for the model is {limit}"
+            )
+        requests = poisson_workload(
+            row,
+            options.num_requests or 1,
+            num_prefixes=options.num_prefixes,
+            vocab_size=spec.vocab_size,
+            seed=options.seed,
+        )
+        experiments.append(Experiment(row.label, requests, row, {"row": asdict(row)}))
+    return experiments
+
+
+def _replay(options: BenchOptions, spec: ModelSpec) -> Experiment:
+    path = options.trace
+    if path is None:
+        raise InvalidConfigError("trace is None; allowed is a file")
+    found, entries = read_trace(path, options.trace_format, options.num_requests)
+    requests = replayed(
+        entries,
+        speed=options.speed,
+        scale=options.scale,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        seed=options.seed,
+    )
+    origin = {
+        "trace": path.name,
+        "format": str(found),
+        "speed": options.speed,
+        "scale": options.scale,
+        "num_requests": len(requests),
+        "num_prompt_tokens": sum(len(request.prompt) for request in requests),
+        "num_output_tokens": sum(request.num_output_tokens for request in requests),
+    }
+    return Experiment(f"{path.name} x{options.speed:g}", requests, None, origin)

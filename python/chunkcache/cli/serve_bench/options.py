@@ -1,0 +1,123 @@
+"""What the caller of the benchmark chooses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunkcache.cli.serve_bench.traces import TraceFormat
+from chunkcache.cli.serve_bench.workload import Row
+from chunkcache.errors import InvalidConfigError
+
+SHARING_ON, SHARING_OFF, TRANSFORMERS = CONTENDERS = ("on", "off", "transformers")
+
+#: ChunkAttention's end-to-end table: (n_p, n_s, n_c, RPS).
+PAPER_ROWS = (
+    Row(1024, 0, 512, 1.0),
+    Row(1024, 1024, 512, 1.0),
+    Row(2048, 0, 512, 0.6),
+    Row(2048, 2048, 512, 0.6),
+    Row(4096, 0, 512, 0.4),
+    Row(4096, 4096, 512, 0.4),
+)
+
+#: Its prompts, with completions and rates that a CPU gets through.
+CPU_ROWS = (
+    Row(1024, 0, 32, 0.25),
+    Row(1024, 1024, 32, 0.25),
+    Row(2048, 0, 32, 0.15),
+    Row(2048, 2048, 32, 0.15),
+)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The defaults of a device.
+
+    Attributes:
+        model: name of the model.
+        dtype: of its weights and K/V.
+        rows: the workloads.
+        num_requests: of a run.
+        latency_limit_ms: normalised latency that the search allows, in milliseconds per token.
+    """
+
+    model: str
+    dtype: str
+    rows: tuple[Row, ...]
+    num_requests: int
+    latency_limit_ms: float
+
+
+PROFILES = {
+    "cpu": Profile("smollm2-135m-instruct", "float32", CPU_ROWS, 12, 300.0),
+    # 40 ms per token is the paper's limit.
+    "cuda": Profile("llama-2-7b-shape", "float16", PAPER_ROWS, 200, 40.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The choices, complete.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        model: name or path of the model.
+        dtype: of its weights and K/V.
+        rows: Poisson workloads; not used with ``trace``.
+        trace: a recorded trace to replay instead.
+        trace_format: of the trace; None to tell by its first line.
+        speed: seconds of the trace in one second.
+        scale: factor of all lengths.
+        num_requests: of a run; of a trace its first ones, None for all.
+        num_prefixes: different shared prefixes of a Poisson workload.
+        seed: of everything that is drawn.
+        repeats: runs of each contender on each workload.
+        contenders: of `CONTENDERS`.
+        search: whether to look for the highest rate under the limit; Poisson workloads only.
+        latency_limit_ms: that limit, in milliseconds per token.
+        tolerance: precision of the search, as a share of the rate.
+        max_trials: runs that a search may make.
+        sample: requests of each workload whose outputs are compared first.
+        max_num_seqs, max_num_batched_tokens, chunk_size, capacity_bytes: of every contender.
+    """
+
+    device: str
+    model: str
+    dtype: str
+    rows: tuple[Row, ...]
+    trace: Path | None
+    trace_format: TraceFormat | None
+    speed: float
+    scale: float
+    num_requests: int | None
+    num_prefixes: int
+    seed: int
+    repeats: int
+    contenders: tuple[str, ...]
+    search: bool
+    latency_limit_ms: float
+    tolerance: float
+    max_trials: int
+    sample: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk_size: int
+    capacity_bytes: int | None
+
+    def __post_init__(self) -> None:
+        """Check what the types do not say."""
+        for name in ("speed", "scale", "latency_limit_ms", "tolerance"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise InvalidConfigError(f"{name} is {value}; allowed is a number above 0")
+        for name in self.contenders:
+            if name not in CONTENDERS:
+                raise InvalidConfigError(
+                    f"contender is {name!r}; allowed is {', '.join(CONTENDERS)}"
+                )
+        if len(set(self.contenders)) != len(self.contenders) or not self.contenders:
+            raise InvalidConfigError(
+                f"contenders are {', '.join(self.contenders) or 'none'}; allowed is each once"
+            )

@@ -1,0 +1,62 @@
+"""The search for the highest rate, on latencies that are known."""
+
+import pytest
+
+from chunkcache.cli.serve_bench.search import Trial, highest_rate
+
+
+def search(latency_at, start: float = 1.0, tolerance: float = 0.05, max_trials: int = 50):
+    return highest_rate(latency_at, 100.0, start, tolerance=tolerance, max_trials=max_trials)
+
+
+def rising(rps: float) -> float:
+    """Latency in ms that passes 100 at 7 requests per second."""
+    return 100 * (rps / 7) ** 2
+
+
+@pytest.mark.parametrize("start", [0.01, 1.0, 6.9, 7.0, 7.1, 500.0])
+def test_the_limit_is_found_from_any_start(start: float) -> None:
+    result = search(rising, start)
+    assert result.is_limit
+    assert 7 / 1.05 <= result.rps <= 7
+
+
+def test_no_rate_is_tried_twice() -> None:
+    rates = [trial.rps for trial in search(rising, 0.1).trials]
+    assert len(rates) == len(set(rates))
+
+
+def test_the_answer_was_tried_and_met_the_limit() -> None:
+    result = search(rising)
+    assert Trial(result.rps, rising(result.rps)) in result.trials
+
+
+def test_a_latency_equal_to_the_limit_is_allowed() -> None:
+    result = search(lambda rps: 100.0 if rps <= 4 else 101.0, start=4.0)
+    assert 4 <= result.rps <= 4 * 1.05
+
+
+def test_a_stopped_run_counts_as_over_the_limit() -> None:
+    result = search(lambda rps: rising(rps) if rps <= 7 else None)
+    assert 7 / 1.05 <= result.rps <= 7
+    assert any(trial.latency_ms is None for trial in result.trials)
+
+
+def test_a_finer_tolerance_comes_closer() -> None:
+    assert search(rising, tolerance=0.001).rps == pytest.approx(7, rel=0.001)
+
+
+def test_trials_are_bounded() -> None:
+    assert len(search(rising, 0.001, max_trials=5).trials) == 5
+
+
+def test_without_a_limit_the_rate_is_a_lower_bound() -> None:
+    result = search(lambda rps: 1.0, max_trials=4)
+    assert not result.is_limit
+    assert result.rps == 8.0
+
+
+def test_if_no_rate_meets_the_limit_the_answer_is_zero() -> None:
+    result = search(lambda rps: 1000.0, max_trials=4)
+    assert result.rps == 0
+    assert [trial.rps for trial in result.trials] == [1.0, 0.5, 0.25, 0.125]
