@@ -39,3 +39,10 @@ def test_it_is_free_again_after_an_error() -> None:
         pass
     with lock:
         pass
+
+
+def test_it_knows_whose_it_is() -> None:
+    lock = FairLock()
+    with lock:
+        assert lock.is_mine
+    assert not lock.is_mine

@@ -109,6 +109,16 @@ def test_an_abort_at_any_step_leaves_nothing_behind(num_steps, overlap) -> None:
     fake.engine.check_accounts()
 
 
+def test_a_request_that_is_abandoned_in_the_middle_of_a_step_leaves_nothing_behind() -> None:
+    fake = FakeEngine(overlap=False)
+    requests = [fake.add([1, 2, 3]), fake.add([4, 5, 6])]
+    # As the garbage collector may do, in the thread that steps.
+    fake.runner.before = lambda step: fake.engine.abort(requests[:1])
+    fake.run()
+    assert (tokens_of(requests[0]), tokens_of(requests[1])) == ([4], counted([4, 5, 6]))
+    fake.engine.check_accounts()
+
+
 def test_aborting_twice_is_aborting_once() -> None:
     fake = FakeEngine()
     requests = [fake.add([1, 2, 3])]

@@ -58,6 +58,8 @@ class Engine:
         self._last_end: float | None = None
         self._news: dict[int, Request] = {}
         self._lock = FairLock()
+        # Aborted by the garbage collector, which may close a stream in the middle of a step.
+        self._abandoned: deque[Request] = deque()
         self.stats = EngineStats()
 
     @property
@@ -82,10 +84,10 @@ class Engine:
         Chunks that a step in flight writes follow when it ends. If nothing else is to be done,
         that is awaited here.
         """
-        with self._lock:
-            for request in requests:
-                self._drop(request)
-            self._settle()
+        self._abandoned.extend(requests)
+        if not self._lock.is_mine:
+            with self._lock:
+                self._settle()
 
     def step(self) -> list[Request]:
         """Plan a step and take in the tokens of another, if there is anything to do.
@@ -99,8 +101,8 @@ class Engine:
                 has got this error then; new ones may be added.
         """
         with self._lock:
-            self._news = {}
             try:
+                self._drop_abandoned()
                 self._fill_pipeline()
                 if self._flights:
                     self._finish_step()
@@ -114,7 +116,8 @@ class Engine:
             except BaseException as error:
                 self._fail(f"the engine was interrupted: {named(error)}", error)
                 raise
-            return list(self._news.values())
+            news, self._news = self._news, {}
+            return list(news.values())
 
     def settle(self) -> None:
         """If no request is left, wait for a step in flight, so that all chunks are given back."""
@@ -243,7 +246,12 @@ class Engine:
         if self._requests.pop(request.number, None) is not None:
             self._scheduler.drop(request)
 
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            self._drop(self._abandoned.popleft())
+
     def _settle(self) -> None:
+        self._drop_abandoned()
         if not self._requests:
             self._last_end = None
             self._await_flights()
@@ -264,6 +272,7 @@ class Engine:
             self._end_with(request, _caused(message, cause))
         self._await_flights()
         self._executor.recover()
+        self._news = {}
         return _caused(message, cause)
 
     def _note_peaks(self) -> None:

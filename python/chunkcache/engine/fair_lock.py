@@ -18,10 +18,20 @@ class FairLock:
         """Start free."""
         self._guard = threading.Lock()
         self._is_taken = False
+        self._owner: int | None = None
         self._waiting: deque[threading.Event] = deque()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread has the lock."""
+        return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
         """Wait for the lock."""
+        self._wait()
+        self._owner = threading.get_ident()
+
+    def _wait(self) -> None:
         with self._guard:
             if not self._is_taken:
                 self._is_taken = True
@@ -41,6 +51,7 @@ class FairLock:
 
     def __exit__(self, *_: object) -> None:
         """Hand the lock to who has waited longest."""
+        self._owner = None
         with self._guard:
             self._hand_over()
 
