@@ -49,6 +49,11 @@ class AsyncLLM:
         Raises:
             InvalidConfigError: as `LLM`.
         """
+        if config.get("tensor_parallel_size", 1) != 1:
+            raise InvalidConfigError(
+                f"tensor_parallel_size is {config['tensor_parallel_size']!r}; allowed is 1, since "
+                "requests that come at any time would come at another one in each process"
+            )
         self.llm = LLM(model, tokenizer, dtype=dtype, **config)
         self._thread = EngineThread(self.llm.engine)
         self._mailboxes: dict[int | str, Mailbox] = {}

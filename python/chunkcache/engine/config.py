@@ -37,6 +37,9 @@ class EngineConfig:
         enable_prefix_sharing: False keeps every sequence's K/V for itself.
         enable_overlap: False plans the next step and makes text between two steps instead of beside
             them. What is computed is the same, bit for bit.
+        tensor_parallel_size: processes over which the model and its K/V heads are split, by
+            transformers' ``tp_plan``. The program is started as that many (``torchrun``), and each
+            makes the same calls in the same order; all get the same outputs.
         seed: seeds the generator that gives seeds to requests without one of their own.
 
     Raises:
@@ -54,6 +57,7 @@ class EngineConfig:
     num_threads: int | None = None
     enable_prefix_sharing: bool = True
     enable_overlap: bool = True
+    tensor_parallel_size: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,7 +66,8 @@ class EngineConfig:
             raise InvalidConfigError(
                 f"chunk_size is {self.chunk_size!r}; allowed is a multiple of 16 from 16 to 128"
             )
-        _check_positive("max_num_seqs", self.max_num_seqs)
+        for name in ("max_num_seqs", "tensor_parallel_size"):
+            _check_positive(name, getattr(self, name))
         for name in (
             "capacity",
             "capacity_bytes",

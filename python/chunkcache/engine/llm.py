@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -14,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from chunkcache import ChunkCache
-from chunkcache.engine import loader
+from chunkcache.engine import arguments, loader, parallel
 from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import Engine
@@ -69,23 +67,30 @@ class LLM:
             InvalidConfigError: an argument is not allowed, or the model or an adapter has a feature
                 that the engine does not serve.
         """
-        self.config = EngineConfig(**_check_options(config))
-        _check_tokenizer(tokenizer)
+        self.config = EngineConfig(**arguments.check_options(config))
+        arguments.check_tokenizer(tokenizer)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
+        size = self.config.tensor_parallel_size
         if isinstance(model, (str, Path)):
             folder = loader.resolve(model)
-            self.model = loader.load_model(folder, _torch_dtype(dtype or "float32"))
+            self.model = loader.load_model(folder, arguments.torch_dtype(dtype or "float32"), size)
             self.tokenizer = loader.load_tokenizer(folder) if tokenizer is None else tokenizer
         else:
-            self.model = _check_loaded(model, dtype)
+            self.model = arguments.check_loaded(model, dtype)
             self.tokenizer = tokenizer
+        arguments.check_parts(self.model, size, lora_adapters)
         self.spec: ModelSpec = inspect_model(self.model)
+        if size > 1:
+            parallel.check_split(self.model, self.spec, size)
         probe(self.model, self.spec)
-        self._adapters = Adapters(self.model, _check_adapters(lora_adapters))
+        self._adapters = Adapters(self.model, arguments.check_adapters(lora_adapters))
         chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size)
         self.capacity = pool_capacity(self.config, self.spec, chunk_bytes, self.model.device)
-        self.max_model_len = _max_model_len(self.config, self.spec, self.capacity)
+        if size > 1:
+            # What is free may differ, and so would the schedules.
+            self.capacity = parallel.smallest(self.capacity, self.model.device)
+        self.max_model_len = arguments.max_model_len(self.config, self.spec, self.capacity)
         token_budget = self.config.token_budget(self.max_model_len)
         self.cache = ChunkCache(
             self.spec.num_layers,
@@ -106,7 +111,7 @@ class LLM:
         self.engine = Engine(
             StepExecutor(
                 ModelRunner(self.model, self.cache, self._adapters),
-                TokenPicker(),
+                TokenPicker() if size == 1 else parallel.SharedPicker(TokenPicker()),
                 overlap=self.config.enable_overlap,
             ),
             Scheduler(
@@ -233,8 +238,8 @@ class LLM:
             raise InvalidConfigError(
                 f"sampling_params is a {type(sampling_params).__name__}; allowed is SamplingParams"
             )
-        _check_salt(cache_salt)
-        _check_priority(priority)
+        arguments.check_salt(cache_salt)
+        arguments.check_priority(priority)
         self._check_lora(lora)
         max_tokens = self._max_tokens(tokenized[0], 0, sampling_params, namespace(cache_salt, lora))
         if request_id is None:
@@ -286,10 +291,14 @@ class LLM:
         self, prompts: Any, sampling_params: Any, cache_salt: Any, priority: Any, lora: Any
     ) -> list[Request]:
         tokenized = tokenize(prompts, self.tokenizer, self.spec.vocab_size)
-        params = _params_for_each(sampling_params, len(tokenized))
-        salts = _for_each("cache_salt", cache_salt, str, len(tokenized), _check_salt)
-        priorities = _for_each("priority", priority, int, len(tokenized), _check_priority)
-        loras = _for_each("lora", lora, str | None, len(tokenized), self._check_lora)
+        params = arguments.params_for_each(sampling_params, len(tokenized))
+        salts = arguments.for_each(
+            "cache_salt", cache_salt, str, len(tokenized), arguments.check_salt
+        )
+        priorities = arguments.for_each(
+            "priority", priority, int, len(tokenized), arguments.check_priority
+        )
+        loras = arguments.for_each("lora", lora, str | None, len(tokenized), self._check_lora)
         salts = [namespace(*pair) for pair in zip(salts, loras, strict=True)]
         limits = [
             self._max_tokens(prompt, index, prompt_params, salt)
@@ -367,123 +376,3 @@ class LLM:
         if params.seed is not None or params.greedy:
             return params.seed or 0
         return int(self._seeds.integers(2**63))
-
-
-def _check_options(options: dict[str, Any]) -> dict[str, Any]:
-    allowed = [field.name for field in dataclasses.fields(EngineConfig)]
-    for name, value in options.items():
-        if name not in allowed:
-            raise InvalidConfigError(
-                f"{name} is {value!r}, but LLM has no such argument; allowed are model, tokenizer, "
-                f"dtype, lora_adapters, {', '.join(allowed)}"
-            )
-    return options
-
-
-def _check_adapters(adapters: Any) -> dict[str, Path]:
-    given = {} if adapters is None else adapters
-    allowed = "None, or a dict of names and folders"
-    if not isinstance(given, Mapping):
-        raise InvalidConfigError(f"lora_adapters is {adapters!r}; allowed is {allowed}")
-    for name, path in given.items():
-        if not isinstance(name, str) or not name or not isinstance(path, (str, Path)):
-            raise InvalidConfigError(f"lora_adapters has {name!r}: {path!r}; allowed is {allowed}")
-    return {name: Path(path).expanduser() for name, path in given.items()}
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    import transformers
-
-    if tokenizer is not None and not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
-        raise InvalidConfigError(
-            f"tokenizer is a {type(tokenizer).__name__}; "
-            "allowed is None or a Hugging Face tokenizer"
-        )
-
-
-def _torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if isinstance(dtype, torch.dtype) or dtype == "auto":
-        return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
-        raise InvalidConfigError(
-            f"dtype is {dtype!r}; allowed is float32, bfloat16, float16 or auto"
-        )
-    return found
-
-
-def _check_loaded(model: Any, dtype: str | torch.dtype | None) -> Any:
-    import transformers
-
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise InvalidConfigError(
-            f"model is a {type(model).__name__}; allowed is a path, a name or a PreTrainedModel"
-        )
-    wanted = None if dtype is None else _torch_dtype(dtype)
-    if wanted not in (None, "auto", model.dtype):
-        raise InvalidConfigError(
-            f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; "
-            f"allowed is to leave it out, or to convert the model with model.to({dtype!r}) first"
-        )
-    loaded: Any = model
-    loaded.eval()
-    return loaded
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec, capacity: int) -> int:
-    limit = spec.max_model_len
-    if config.max_model_len is None:
-        return capacity * config.chunk_size if limit is None else limit
-    if limit is not None and config.max_model_len > limit:
-        raise InvalidConfigError(
-            f"max_model_len is {config.max_model_len}; allowed for this model is at most {limit}"
-        )
-    return config.max_model_len
-
-
-def _params_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if not isinstance(params, (SamplingParams, list, tuple)):
-        raise InvalidConfigError(
-            f"sampling_params is a {type(params).__name__}; "
-            "allowed is SamplingParams, or a list of them, one for each prompt"
-        )
-    each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
-    for item in each:
-        if not isinstance(item, SamplingParams):
-            raise InvalidConfigError(
-                f"sampling_params has a {type(item).__name__}; allowed is SamplingParams"
-            )
-    if len(each) != num_prompts:
-        raise InvalidConfigError(
-            f"sampling_params has {len(each)} entries for {num_prompts} prompts; "
-            "allowed is one for all, or one for each"
-        )
-    return each
-
-
-def _for_each(
-    name: str, values: Any, kind: type | UnionType, num_prompts: int, check: Callable[[Any], None]
-) -> list[Any]:
-    """Return a value for each prompt, from one for all or a sequence of them, each checked."""
-    is_one = isinstance(values, kind) or not isinstance(values, Sequence)
-    each = [values] * num_prompts if is_one else list(values)
-    for value in each if not is_one else [values]:
-        check(value)
-    if len(each) != num_prompts:
-        raise InvalidConfigError(
-            f"{name} has {len(each)} entries for {num_prompts} prompts; "
-            "allowed is one for all, or one for each"
-        )
-    return each
-
-
-def _check_salt(cache_salt: Any) -> None:
-    if not isinstance(cache_salt, str):
-        raise InvalidConfigError(f"cache_salt is {cache_salt!r}; allowed is a str")
-
-
-def _check_priority(priority: Any) -> None:
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise InvalidConfigError(f"priority is {priority!r}; allowed is an int")

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkcache.engine import gguf
+from chunkcache.engine import gguf, parallel
 from chunkcache.engine.quiet import without_progress_bars
 from chunkcache.errors import InvalidConfigError
 
@@ -56,18 +56,30 @@ def resolve(model: str | Path) -> Path:
     return gguf.converted(files[0])
 
 
-def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Load the causal language model of ``folder`` in ``dtype`` ("auto": as it was saved).
+def load_model(folder: Path, dtype: torch.dtype | str, tensor_parallel_size: int = 1) -> Any:
+    """Load the causal language model of ``folder``.
+
+    Args:
+        folder: where its configuration and weights are.
+        dtype: of the weights; "auto" is as they were saved.
+        tensor_parallel_size: number of processes, each of which gets its part.
 
     Raises:
-        InvalidConfigError: the folder does not hold a decoder-only language model.
+        InvalidConfigError: the folder does not hold a decoder-only language model, or it cannot be
+            split.
     """
     import transformers
 
+    split: dict[str, Any] = {}
+    if tensor_parallel_size > 1:
+        parallel.check_processes(tensor_parallel_size)
+        split = parallel.load_arguments(tensor_parallel_size)
     try:
         with without_progress_bars():
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            parallel.check_heads(config.get_text_config(), tensor_parallel_size)
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True
+                folder, dtype=dtype, local_files_only=True, **split
             )
     except (OSError, ValueError) as error:
         raise InvalidConfigError(f"model {folder}: {error}") from error
