@@ -1,9 +1,15 @@
 """`AsyncLLM`: many callers, each awaiting its own request."""
 
 import asyncio
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import chunkcache
 from chunkcache import EngineError, InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
 
@@ -250,3 +256,35 @@ def test_it_may_run_beside_the_blocking_calls_of_the_same_engine(llama, make_pro
 
     own, (other,) = _run(llama, scenario)
     assert [len(output.outputs[0].token_ids) for output in (own, other)] == [200, 200]
+
+
+def test_an_engine_that_is_forgotten_ends_its_thread(llama) -> None:
+    llm = AsyncLLM(llama)
+    thread = llm._thread._thread
+    del llm
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_program_that_forgets_to_shut_down_ends() -> None:
+    code = """
+import asyncio
+from chunkcache.engine import AsyncLLM
+from tiny_models import CONFIGS, make_model
+
+llm = AsyncLLM(make_model(CONFIGS["llama"]()))
+
+async def main():
+    async for output in llm.generate([1, 2, 3]):
+        break
+
+asyncio.run(main())
+"""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), str(Path(chunkcache.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")

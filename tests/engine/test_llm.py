@@ -139,6 +139,18 @@ def test_two_threads_may_generate_at_once(llama, make_prompt) -> None:
     assert together == [_tokens(alone.generate(own, GREEDY)) for own in prompts]
 
 
+def test_another_thread_joins_while_one_generates(llama, make_prompt) -> None:
+    llm = LLM(llama, chunk_size=16)
+    long = llm.generate(make_prompt(40), SamplingParams(max_tokens=400), stream=True)
+    with ThreadPoolExecutor(1) as pool:
+        next(long)
+        other = pool.submit(llm.generate, make_prompt(40, seed=1), GREEDY)
+        num_after = 0
+        for _ in long:
+            num_after += other.done()
+        assert num_after > 0
+
+
 @pytest.mark.parametrize("num_pieces", [0, 1, 5])
 def test_a_stream_that_is_closed_leaves_nothing_behind(llama, make_prompt, num_pieces) -> None:
     llm = LLM(llama, chunk_size=16, max_num_seqs=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
@@ -56,6 +57,8 @@ class AsyncLLM:
             )
         self.llm = LLM(model, tokenizer, dtype=dtype, **config)
         self._thread = EngineThread(self.llm.engine)
+        # Who forgets `shutdown` gets the memory back all the same.
+        weakref.finalize(self, self._thread.stop_soon)
         self._mailboxes: dict[int | str, Mailbox] = {}
 
     @property

@@ -78,9 +78,14 @@ class Scheduler:
         schedule = Schedule()
         if not self._extend(step_in_flight, schedule):
             return schedule
-        schedule.items += [ScheduledSequence(seq, 1) for seq in self.running if seq.decoding]
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.decoding:
+                schedule.items.append(ScheduledSequence(sequence, 1))
+            else:
+                prompts.append(sequence)
         budget = self._max_num_batched_tokens - len(schedule.items)
-        budget = self._continue_prompts(budget, schedule)
+        budget = self._continue_prompts(prompts, budget, schedule)
         self._admit(budget, step_in_flight, schedule)
         return schedule
 
@@ -160,11 +165,12 @@ class Scheduler:
         self.waiting.add(victim)
         self.num_preemptions += 1
 
-    def _continue_prompts(self, budget: int, schedule: Schedule) -> int:
-        for sequence in self.running:
+    def _continue_prompts(self, prompts: list[Sequence], budget: int, schedule: Schedule) -> int:
+        """Take the next pieces of those with a place; return what is left of the budget."""
+        for sequence in prompts:
             if budget <= 0:
                 break
-            if sequence.decoding or not self._is_ready(sequence):
+            if not self._is_ready(sequence):
                 continue
             num_tokens = min(sequence.num_uncomputed, budget)
             if num_tokens < sequence.num_uncomputed and not self._chunked_prefill:

@@ -106,8 +106,8 @@ def plan_step(
     picks: list[Pick] = []
     picking: list[Sequence] = []
     prompt_rows: list[tuple[Sequence, list[int]]] = []
-    decoding_only = all(item.sequence.decoding for item in scheduled)
     num_prompt_rows = [item.num_prompt_rows for item in scheduled]
+    decoding_only = len(scheduled) == ends[-1] and not any(num_prompt_rows)
     for item, end in zip(scheduled, ends, strict=True):
         sequence, begin = item.sequence, end - item.num_tokens
         known = sequence.tokens[sequence.num_scheduled :][: item.num_tokens]

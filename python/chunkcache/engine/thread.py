@@ -58,9 +58,13 @@ class EngineThread:
         """Check that no chunk is lost; see `Engine.check_accounts`."""
         return self._submit(self._engine.check_accounts)
 
-    def stop(self) -> None:
-        """End all requests and the thread, and wait for it. Stopping twice is stopping once."""
+    def stop_soon(self) -> None:
+        """End all requests and the thread. Stopping twice is stopping once."""
         self._submit(self._stop)
+
+    def stop(self) -> None:
+        """End all requests and the thread, and wait for it."""
+        self.stop_soon()
         self._thread.join()
 
     def _submit(self, command: Callable[[], None]) -> Future[None]:
