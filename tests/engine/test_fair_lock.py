@@ -41,8 +41,8 @@ def test_it_is_free_again_after_an_error() -> None:
         pass
 
 
-def test_it_knows_whose_it_is() -> None:
+def test_trying_a_lock_that_is_taken_does_not_wait() -> None:
     lock = FairLock()
     with lock:
-        assert lock.is_mine
-    assert not lock.is_mine
+        assert not lock.try_acquire()
+    assert lock.try_acquire()

@@ -138,6 +138,25 @@ def test_an_interrupted_step_leaves_nothing_behind() -> None:
     fake.engine.check_accounts()
 
 
+@pytest.mark.parametrize(("overlap", "error"), [(True, EngineError), (False, KeyboardInterrupt)])
+def test_an_interrupted_model_step_leaves_nothing_behind(overlap, error) -> None:
+    fake = FakeEngine(overlap=overlap)
+    fake.add(PROMPTS[0])
+
+    def interrupt(step: int) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+
+    fake.runner.before = interrupt
+    with pytest.raises(error):
+        fake.run()
+    fake.engine.check_accounts()
+    fake.runner.before = lambda step: None
+    request = fake.add(PROMPTS[1])
+    fake.run()
+    assert tokens_of(request) == counted(PROMPTS[1])
+
+
 def test_one_that_outgrows_a_pinned_pool_is_ended_alone() -> None:
     fake = FakeEngine(capacity=6)
     kept = fake.add(list(range(64)), max_tokens=1)

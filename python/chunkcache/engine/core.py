@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from chunkcache.engine.executor import ModelStepError, RunningStep, StepExecutor, StepResult, named
@@ -58,7 +58,7 @@ class Engine:
         self._last_end: float | None = None
         self._news: dict[int, Request] = {}
         self._lock = FairLock()
-        # Aborted by the garbage collector, which may close a stream in the middle of a step.
+        # Aborted, but not taken out yet.
         self._abandoned: deque[Request] = deque()
         self.stats = EngineStats()
 
@@ -69,7 +69,7 @@ class Engine:
 
     def add(self, requests: Iterable[Request]) -> None:
         """Take requests in, in their order; they begin with the next step."""
-        with self._lock:
+        with self._exclusively():
             if not self._requests:
                 self._last_end = None
             for request in requests:
@@ -81,13 +81,12 @@ class Engine:
     def abort(self, requests: Iterable[Request]) -> None:
         """Take out what is unfinished of ``requests`` and give its chunks back.
 
-        Chunks that a step in flight writes follow when it ends. If nothing else is to be done,
-        that is awaited here.
+        If another call is in progress, that call does it before it returns: the garbage collector
+        may close a stream in the middle of a step, so nothing waits for the engine here. Chunks
+        that a step in flight writes follow when it ends; if no request is left, that is awaited.
         """
         self._abandoned.extend(requests)
-        if not self._lock.is_mine:
-            with self._lock:
-                self._settle()
+        self._drop_abandoned()
 
     def step(self) -> list[Request]:
         """Plan a step and take in the tokens of another, if there is anything to do.
@@ -100,9 +99,8 @@ class Engine:
             EngineError: the model, or the planning of a step failed. Every request of the engine
                 has got this error then; new ones may be added.
         """
-        with self._lock:
+        with self._exclusively():
             try:
-                self._drop_abandoned()
                 self._fill_pipeline()
                 if self._flights:
                     self._finish_step()
@@ -121,7 +119,7 @@ class Engine:
 
     def settle(self) -> None:
         """If no request is left, wait for a step in flight, so that all chunks are given back."""
-        with self._lock:
+        with self._exclusively():
             self._settle()
 
     def check_accounts(self) -> None:
@@ -131,7 +129,7 @@ class Engine:
             ChunkCacheError: free + evictable + pinned chunks are not the capacity although no
                 request is left, or sequences are left in the cache that belong to none.
         """
-        with self._lock:
+        with self._exclusively():
             self._settle()
             self._cache.check_invariants()
             stats = self._cache.stats()
@@ -148,6 +146,24 @@ class Engine:
                     f"nothing runs, but {stats.num_free} free, {stats.num_evictable} evictable and "
                     f"{stats.num_pinned} pinned chunks are not the capacity of {stats.capacity}"
                 )
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        with self._lock:
+            self._drop_all(self._abandoned)
+            try:
+                yield
+            finally:
+                self._drop_all(self._abandoned)
+        # What was abandoned in this moment found the lock taken.
+        self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned and self._lock.try_acquire():
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
 
     def _fill_pipeline(self) -> None:
         while len(self._flights) < _MAX_IN_FLIGHT:
@@ -246,24 +262,28 @@ class Engine:
         if self._requests.pop(request.number, None) is not None:
             self._scheduler.drop(request)
 
-    def _drop_abandoned(self) -> None:
-        while self._abandoned:
-            self._drop(self._abandoned.popleft())
+    def _drop_all(self, requests: deque[Request]) -> None:
+        while requests:
+            self._drop(requests.popleft())
 
     def _settle(self) -> None:
-        self._drop_abandoned()
+        self._drop_all(self._abandoned)
         if not self._requests:
             self._last_end = None
             self._await_flights()
             self._executor.recover()
 
     def _await_flights(self) -> None:
+        # Whoever wanted their tokens is gone, or has got the first error.
         while self._flights:
-            flight = self._flights.popleft()
-            # Whoever wanted its tokens is gone, or has got the first error.
-            with flight.planned.step.plan as plan, suppress(ModelStepError, StalePlanError):
-                flight.running.result()
-                self._cache.commit(plan)
+            failed = False
+            try:
+                self._flights[0].running.result()
+            except ModelStepError:
+                failed = True
+            with self._flights.popleft().planned.step.plan as plan, suppress(StalePlanError):
+                if not failed:
+                    self._cache.commit(plan)
 
     def _fail(self, what: str, cause: BaseException | None) -> EngineError:
         """End every request with an error, and be ready for new ones."""

@@ -109,7 +109,7 @@ class StepExecutor:
     def submit(self, step: Step) -> RunningStep:
         """Hand a step over. Its plan is to stay open until its result is there."""
         if self._threads is not None:
-            return RunningStep(self._threads.submit(self._run, step), None)
+            return RunningStep(self._threads.submit(self._run_in_thread, step), None)
         future: Future[_Output] = Future()
 
         def run() -> None:
@@ -125,13 +125,22 @@ class StepExecutor:
         self._failed = False
         self._picked = None
 
+    def _run_in_thread(self, step: Step) -> _Output:
+        try:
+            return self._run(step)
+        except ModelStepError:
+            raise
+        except BaseException as error:
+            # What would end a program is not meant for the thread that waits for the step.
+            raise ModelStepError(f"the model step was interrupted: {named(error)}") from error
+
     def _run(self, step: Step) -> _Output:
         if self._failed:
             raise ModelStepError("the step was not run, since the one before it failed")
         begin = time.perf_counter()
         try:
             picked, prompt_errors = self._compute(step)
-        except ModelStepError:
+        except BaseException:
             self._failed = True
             raise
         self._picked = picked
@@ -151,14 +160,14 @@ class StepExecutor:
             logits = self._runner.run(
                 StepInput(step.plan, token_ids, logits_rows, step.adapter_rows)
             )
-        except BaseException as error:
+        except Exception as error:
             raise ModelStepError(f"the model step failed: {named(error)}") from error
         try:
             if step.picks:
                 picked = self._picker.pick(logits, step.picks)
             else:
                 picked = Picked(torch.empty(0, dtype=torch.int64, device=device), [])
-        except BaseException as error:
+        except Exception as error:
             raise ModelStepError(f"picking the step's tokens failed: {named(error)}") from error
         return picked, _collect_prompt_logprobs(logits, step)
 

@@ -16,27 +16,18 @@ class FairLock:
 
     def __init__(self) -> None:
         """Start free."""
-        self._guard = threading.Lock()
+        # Reentrant: the garbage collector may run a finalizer that tries the lock at any moment.
+        self._guard = threading.RLock()
         self._is_taken = False
-        self._owner: int | None = None
         self._waiting: deque[threading.Event] = deque()
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread has the lock."""
-        return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
         """Wait for the lock."""
-        self._wait()
-        self._owner = threading.get_ident()
-
-    def _wait(self) -> None:
+        turn = threading.Event()
         with self._guard:
             if not self._is_taken:
                 self._is_taken = True
                 return
-            turn = threading.Event()
             self._waiting.append(turn)
         try:
             turn.wait()
@@ -44,19 +35,27 @@ class FairLock:
             # Interrupted: the turn goes to the next one, if it has come in this moment.
             with self._guard:
                 if turn.is_set():
-                    self._hand_over()
+                    self.release()
                 else:
                     self._waiting.remove(turn)
             raise
 
     def __exit__(self, *_: object) -> None:
         """Hand the lock to who has waited longest."""
-        self._owner = None
-        with self._guard:
-            self._hand_over()
+        self.release()
 
-    def _hand_over(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().set()
-        else:
-            self._is_taken = False
+    def try_acquire(self) -> bool:
+        """Take the lock if it is free; never waits."""
+        with self._guard:
+            if self._is_taken:
+                return False
+            self._is_taken = True
+            return True
+
+    def release(self) -> None:
+        """Hand the lock to who has waited longest."""
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._is_taken = False
