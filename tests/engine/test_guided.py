@@ -193,3 +193,13 @@ def test_no_logits_left_fails_the_request(tokenizer, build_model, llama) -> None
     small = LLM(build_model(llama.config), tokenizer)
     with pytest.raises(EngineError, match="no token that may come next"):
         small.generate([1], SamplingParams(guided_choice=["abc"]))
+
+
+def test_min_tokens_come_before_the_end_of_what_could_go_on(llm) -> None:
+    # 256 ends a text, and is wanted at every step.
+    params = {"max_tokens": 50, "logit_bias": {256: 100}, "guided_regex": "[0-9]+"}
+    lengths = [
+        len(llm.generate("?", SamplingParams(min_tokens=number, **params))[0].outputs[0].token_ids)
+        for number in (0, 6)
+    ]
+    assert lengths == [2, 7]

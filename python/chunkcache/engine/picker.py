@@ -67,14 +67,16 @@ class SampleState:
         return self._grammar is not None and self._grammar.is_complete
 
     def pick(self, logits: npt.NDArray[np.float64]) -> int:
-        """Pick the next token from the model's logits ``[vocab_size]``.
+        """Pick the next token.
+
+        Args:
+            logits: the model's, ``[vocab_size]``; they are changed.
 
         Raises:
             ChunkCacheError: there is no token to choose.
         """
         if not np.isfinite(logits.max()):
             raise ChunkCacheError("the model's logits are not finite")
-        logits = logits.copy()
         # A token after the last one is thrown away.
         grammar = None if self.is_complete else self._grammar
         if grammar is not None:

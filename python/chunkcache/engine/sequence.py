@@ -58,6 +58,8 @@ class Sequence:
         self.rank = request.priority
         self.output = CompletionOutput(index)
         end_token_ids = request.eos_token_ids.union(params.stop_ids)
+        if request.grammar is not None:
+            end_token_ids |= request.grammar.end_token_ids
         self.state = SampleState(
             params, seed, index, request.prompt_token_ids, end_token_ids, request.grammar
         )
