@@ -4,7 +4,10 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use chunkcache::plan::{BlockTablePlanner, PageTable, Planner, plan_from_block_tables};
+use chunkcache::plan::{
+    BlockTablePlanner, Cutter, DeviceCosts, HeadShape, PageTable, Planner, WorkLimits,
+    plan_from_block_tables,
+};
 use chunkcache::tree::{PrefixTree, SeqHandle, TreeConfig};
 use criterion::{Criterion, criterion_group, criterion_main};
 
@@ -25,7 +28,8 @@ struct Times {
     diff: Duration,
 }
 
-/// A tree that retains other prompts' chunks, and a decoding batch behind one prompt.
+/// A tree that retains other prompts' chunks, and a decoding batch behind one prompt, with work
+/// items.
 struct Decoding {
     tree: PrefixTree,
     planner: Planner,
@@ -48,7 +52,10 @@ impl Decoding {
             tree.remove(seq).unwrap();
         }
         let limits = Planner::default_limits(CHUNK, capacity);
-        let planner = Planner::new(CHUNK, limits).unwrap();
+        // Items for an H200, and heads as those of Llama 3.1 8B.
+        let cutter = Cutter::new(HeadShape::new(8, 4, 8).unwrap(), DeviceCosts::default()).unwrap();
+        let work = WorkLimits { max_items: 1 << 14, max_rows: 1 << 13, max_merges: 1 << 15 };
+        let planner = Planner::with_items(CHUNK, limits, work, cutter).unwrap();
         let staging = vec![0; planner.image().words().len() + 16];
         let mut decoding =
             Self { tree, planner, seqs: Vec::new(), synced: 0, staging, next_tail: 0 };

@@ -1,13 +1,13 @@
 //! The tables as one array of words, and the journal of what changed in it.
 //!
 //! # Format
-//! Sixteen words of header, then five sections at fixed offsets, each at a multiple of 32 words
+//! A header of 32 words, then nine sections at fixed offsets, each at a multiple of 32 words
 //! (128 bytes), so that a kernel that knows the base address of the image finds everything by
 //! reading the header once:
 //!
 //! | header word | meaning |
 //! |---|---|
-//! | 0 | format, 1 |
+//! | 0 | format, 2 |
 //! | 1 | tokens per chunk (page) |
 //! | 2 | rows of `q` and of the output, padding included |
 //! | 3 | sequences in use: length of `order` |
@@ -18,7 +18,13 @@
 //! | 8 | word offset of `segments`, rows of 6 words: [`SegmentRow`] |
 //! | 9 | word offset of `page_ids` |
 //! | 10, 11, 12 | capacity of `order` and `sequences`; of `segment_order` and `segments`; of `page_ids` |
-//! | 13 to 15 | 0 |
+//! | 13, 14, 15 | items in use; rows of the output that no key reaches; query tokens |
+//! | 16 | word offset of `items`, rows of 32 words: [`ItemRow`](super::ItemRow) |
+//! | 17 | word offset of `tokens`, rows of 4 words: [`TokenRow`](super::TokenRow) |
+//! | 18 | word offset of `merges`, rows of 2 words: [`MergeRow`](super::MergeRow) |
+//! | 19 | word offset of `pad_rows` |
+//! | 20, 21, 22 | capacity of `items`; of `tokens` and `pad_rows`; of `merges`: 0 without items |
+//! | 23 to 31 | 0 |
 //!
 //! Words past the end of `order` and `segment_order`, and rows that these do not name, hold
 //! whatever they held last. Offsets and capacities never change, so that addresses taken from
@@ -34,7 +40,8 @@
 use std::collections::VecDeque;
 
 use super::indices::common_prefix;
-use super::layout::{Layout, Limits, header};
+use super::items::{ItemRow, Work};
+use super::layout::{Layout, Limits, WorkLimits, header};
 use super::view::{PlanView, Row, SegmentRow, SequenceRow};
 use crate::error::Result;
 
@@ -42,7 +49,10 @@ use crate::error::Result;
 pub(super) const JOURNAL_VERSIONS: usize = 8;
 
 /// The value of the header's format word.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
+
+/// Words of the work tables that are compared at a time.
+const WORK_STRIDE: usize = 64;
 
 /// Field of [`SequenceRow`] that a step advances.
 const KV_LEN: usize = 3;
@@ -70,16 +80,24 @@ pub struct Image {
 }
 
 impl Image {
+    /// An image of no sequences and without work items, at version 1.
+    ///
+    /// # Errors
+    /// As [`Image::with_work`].
+    pub fn new(page_size: u32, limits: Limits) -> Result<Self> {
+        Self::with_work(page_size, limits, WorkLimits::default())
+    }
+
     /// An image of no sequences, at version 1.
     ///
     /// # Errors
-    /// As [`Layout::new`]; [`Error::InvalidConfig`](crate::error::Error::InvalidConfig) if
+    /// As [`Layout::with_work`]; [`Error::InvalidConfig`](crate::error::Error::InvalidConfig) if
     /// `page_size` is 0.
-    pub fn new(page_size: u32, limits: Limits) -> Result<Self> {
+    pub fn with_work(page_size: u32, limits: Limits, work: WorkLimits) -> Result<Self> {
         if page_size == 0 {
             return Err(crate::error::Error::invalid("page_size", page_size, "at least 1"));
         }
-        let layout = Layout::new(limits)?;
+        let layout = Layout::with_work(limits, work)?;
         let mut words = vec![0; layout.num_words];
         let fixed = [
             (header::FORMAT, FORMAT),
@@ -92,6 +110,13 @@ impl Image {
             (header::MAX_SEQUENCES, limits.max_sequences),
             (header::MAX_SEGMENTS, limits.max_segments),
             (header::MAX_PAGE_IDS, limits.max_page_ids),
+            (header::ITEMS, layout.items as u32),
+            (header::TOKENS, layout.tokens as u32),
+            (header::MERGES, layout.merges as u32),
+            (header::PAD_ROWS, layout.pad_rows as u32),
+            (header::MAX_ITEMS, work.max_items),
+            (header::MAX_ROWS, work.max_rows),
+            (header::MAX_MERGES, work.max_merges),
         ];
         for (index, value) in fixed {
             words[index] = value;
@@ -146,6 +171,11 @@ impl Image {
             balance -= i64::from(kv_len == old.kv_len);
         }
         self.begin_version(balance > 0);
+    }
+
+    /// Opens a version in which no sequence advances.
+    pub(super) fn begin_amendment(&mut self) {
+        self.begin_version(false);
     }
 
     /// Opens the next version. With `advance`, every sequence in use first advances by its query
@@ -237,6 +267,39 @@ impl Image {
         self.set(header::NUM_QO_ROWS, rows);
     }
 
+    /// Writes the work items and what belongs to them; the caller has checked the capacities.
+    pub(super) fn set_work(&mut self, work: &Work) {
+        let layout = self.layout;
+        for (index, item) in work.items.iter().enumerate() {
+            self.set_all(layout.items + index * ItemRow::WORDS, item.words());
+        }
+        for (begin, words) in [
+            (layout.tokens, work.tokens.as_flattened()),
+            (layout.merges, work.merges.as_flattened()),
+            (layout.pad_rows, &work.pad_rows),
+        ] {
+            for (index, part) in words.chunks(WORK_STRIDE).enumerate() {
+                self.set_all(begin + index * WORK_STRIDE, part);
+            }
+        }
+        self.set(header::NUM_ITEMS, work.items.len() as u32);
+        self.set(header::NUM_PAD_ROWS, work.pad_rows.len() as u32);
+        self.set(header::NUM_TOKENS, work.tokens.len() as u32);
+    }
+
+    /// Writes one of the page ids that an item carries itself.
+    pub(super) fn set_item_page(&mut self, item: u32, index: usize, page: u32) {
+        let at = self.layout.items + item as usize * ItemRow::WORDS;
+        self.set(at + ItemRow::HEAD_WORDS + index, page);
+    }
+
+    /// Work items in use.
+    pub fn items(&self) -> &[ItemRow] {
+        let num_items = self.words[header::NUM_ITEMS] as usize;
+        let begin = self.layout.items;
+        ItemRow::rows(&self.words[begin..begin + num_items * ItemRow::WORDS])
+    }
+
     /// The change that made `version`, if the journal still has it.
     pub(super) fn change(&self, version: u64) -> Option<&Change> {
         let behind = usize::try_from(self.version.checked_sub(version)?).ok()?;
@@ -260,7 +323,12 @@ pub(super) fn advance_words(words: &mut [u32]) -> bool {
         max_segments: word(header::MAX_SEGMENTS),
         max_page_ids: word(header::MAX_PAGE_IDS),
     };
-    let Ok(layout) = Layout::new(limits) else { return false };
+    let work = WorkLimits {
+        max_items: word(header::MAX_ITEMS),
+        max_rows: word(header::MAX_ROWS),
+        max_merges: word(header::MAX_MERGES),
+    };
+    let Ok(layout) = Layout::with_work(limits, work) else { return false };
     let num_sequences = word(header::NUM_SEQUENCES);
     let max_sequences = limits.max_sequences;
     if layout.num_words != words.len() || num_sequences > max_sequences {

@@ -1,10 +1,11 @@
 //! Where each table lies in the image of words.
 
+use super::items::{ItemRow, MergeRow, TokenRow};
 use super::view::{Row, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
 
 /// Words of the header.
-pub(super) const HEADER_WORDS: usize = 16;
+pub(super) const HEADER_WORDS: usize = 32;
 
 /// Sections start at a multiple of so many words (128 bytes).
 const ALIGNMENT: usize = 32;
@@ -24,6 +25,16 @@ pub(super) mod header {
     pub const MAX_SEQUENCES: usize = 10;
     pub const MAX_SEGMENTS: usize = 11;
     pub const MAX_PAGE_IDS: usize = 12;
+    pub const NUM_ITEMS: usize = 13;
+    pub const NUM_PAD_ROWS: usize = 14;
+    pub const NUM_TOKENS: usize = 15;
+    pub const ITEMS: usize = 16;
+    pub const TOKENS: usize = 17;
+    pub const MERGES: usize = 18;
+    pub const PAD_ROWS: usize = 19;
+    pub const MAX_ITEMS: usize = 20;
+    pub const MAX_ROWS: usize = 21;
+    pub const MAX_MERGES: usize = 22;
 }
 
 /// How many rows each table can hold, fixed when it is made.
@@ -37,11 +48,24 @@ pub struct Limits {
     pub max_page_ids: u32,
 }
 
+/// How many work items and what belongs to them the tables can hold; all 0 for tables without.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WorkLimits {
+    /// Work items.
+    pub max_items: u32,
+    /// Rows of `q`, padding included.
+    pub max_rows: u32,
+    /// Partial states of one query head, over all tokens.
+    pub max_merges: u32,
+}
+
 /// The word offsets of the sections, in the order in which they lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     /// The capacities that the sections were laid out for.
     pub limits: Limits,
+    /// The capacities of the work items' sections.
+    pub work: WorkLimits,
     /// First word of `order`: `max_sequences` words.
     pub order: usize,
     /// First word of `sequences`: `max_sequences` rows of 5 words.
@@ -52,16 +76,32 @@ pub struct Layout {
     pub segments: usize,
     /// First word of `page_ids`: `max_page_ids` words.
     pub page_ids: usize,
+    /// First word of `items`: `max_items` rows of 32 words.
+    pub items: usize,
+    /// First word of `tokens`: `max_rows` rows of 4 words.
+    pub tokens: usize,
+    /// First word of `merges`: `max_merges` rows of 2 words.
+    pub merges: usize,
+    /// First word of `pad_rows`: `max_rows` words.
+    pub pad_rows: usize,
     /// Words of the whole image.
     pub num_words: usize,
 }
 
 impl Layout {
+    /// Lays out the sections, without work items.
+    ///
+    /// # Errors
+    /// As [`Layout::with_work`].
+    pub fn new(limits: Limits) -> Result<Self> {
+        Self::with_work(limits, WorkLimits::default())
+    }
+
     /// Lays out the sections.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] if a capacity is 0 or the image would pass 2^32 words.
-    pub fn new(limits: Limits) -> Result<Self> {
+    /// [`Error::InvalidConfig`] if a capacity of `limits` is 0 or the image would pass 2^32 words.
+    pub fn with_work(limits: Limits, work: WorkLimits) -> Result<Self> {
         let Limits { max_sequences, max_segments, max_page_ids } = limits;
         let named = [
             ("max_sequences", max_sequences),
@@ -79,11 +119,16 @@ impl Layout {
         };
         let layout = Self {
             limits,
+            work,
             order: section(max_sequences, 1),
             sequences: section(max_sequences, SequenceRow::WORDS),
             segment_order: section(max_segments, 1),
             segments: section(max_segments, SegmentRow::WORDS),
             page_ids: section(max_page_ids, 1),
+            items: section(work.max_items, ItemRow::WORDS),
+            tokens: section(work.max_rows, TokenRow::WORDS),
+            merges: section(work.max_merges, MergeRow::WORDS),
+            pad_rows: section(work.max_rows, 1),
             num_words: end,
         };
         if u32::try_from(layout.num_words).is_err() {

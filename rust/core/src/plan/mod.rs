@@ -6,6 +6,7 @@ mod diff;
 mod forest;
 mod image;
 mod indices;
+mod items;
 mod layout;
 mod page_table;
 mod planner;
@@ -20,7 +21,8 @@ pub use block_planner::{BlockTablePlanner, plan_from_block_tables, plan_from_csr
 pub use diff::{Diff, apply_patch};
 pub use image::Image;
 pub use indices::Index;
-pub use layout::{Layout, Limits};
+pub use items::{Cutter, DeviceCosts, HeadShape, ItemRow, MergeRow, TokenRow, Work};
+pub use layout::{Layout, Limits, WorkLimits};
 pub use page_table::PageTable;
 pub use planner::Planner;
 pub use step::{NO_SLOT, Plan};

@@ -1,9 +1,12 @@
 //! Keeps the tables of a tree's steps up to date, writing only what changes.
 
+mod items;
+
 use super::arena::{IdWrite, PageArena};
 use super::forest::{Forest, Strip};
 use super::image::Image;
-use super::layout::Limits;
+use super::items::{Cutter, Room};
+use super::layout::{Limits, WorkLimits};
 use super::rows::{Assigned, RowMap};
 use super::source::{Query, Window};
 use super::view::{NONE, SegmentRow, SequenceRow};
@@ -12,6 +15,9 @@ use crate::tree::{PrefixTree, RunKey, SegmentId, SeqHandle};
 
 /// Tokens that a block of chunk ids covers at least, unless its chunks are few.
 const BLOCK_TOKENS: u32 = 4096;
+
+/// Pages of work items are a multiple of so many tokens.
+const ITEM_PAGE_SIZE: u32 = 16;
 
 /// Chunk ids that a block has at least.
 const MIN_BLOCK_LEN: u32 = 64;
@@ -60,6 +66,10 @@ pub struct Planner {
     /// The structure that the tables stand for.
     structure_version: Option<u64>,
     forest: Forest,
+    /// Cuts the steps into work items, if the tables have them.
+    cutter: Option<Box<Cutter>>,
+    /// What the last step needed at least of the work items' sections.
+    room: Room,
     scratch: Scratch,
 }
 
@@ -95,7 +105,27 @@ impl Planner {
     /// [`Error::InvalidConfig`] for a `page_size` or a capacity of 0, for `max_page_ids` below
     /// one block, and for tables that would pass 2^32 words.
     pub fn new(page_size: u32, limits: Limits) -> Result<Self> {
-        let image = Image::new(page_size, limits)?;
+        Self::over(Image::new(page_size, limits)?, None)
+    }
+
+    /// [`Planner::new`] with work items, which `cutter` cuts, in the same tables.
+    ///
+    /// # Errors
+    /// As [`Planner::new`]; [`Error::InvalidConfig`] for a `page_size` that is no multiple of 16.
+    pub fn with_items(
+        page_size: u32,
+        limits: Limits,
+        work: WorkLimits,
+        cutter: Cutter,
+    ) -> Result<Self> {
+        if !page_size.is_multiple_of(ITEM_PAGE_SIZE) {
+            return Err(Error::invalid("page_size", page_size, "a multiple of 16"));
+        }
+        Self::over(Image::with_work(page_size, limits, work)?, Some(Box::new(cutter)))
+    }
+
+    fn over(image: Image, cutter: Option<Box<Cutter>>) -> Result<Self> {
+        let (page_size, limits) = (image.view().page_size, image.layout().limits);
         let block_len = Self::block_len(page_size);
         if limits.max_page_ids < block_len {
             let allowed = format!("at least one block of {block_len}");
@@ -110,6 +140,8 @@ impl Planner {
             members: Vec::new(),
             structure_version: None,
             forest: Forest::default(),
+            cutter,
+            room: Room::default(),
             scratch: Scratch::default(),
         })
     }
@@ -153,13 +185,19 @@ impl Planner {
         let same_batch = self.structure_version == Some(tree.structure_version())
             && self.members.len() == queries.len()
             && self.members.iter().zip(queries).all(|(old, new)| old.sequence == new.sequence);
+        let mut keeps_items = same_batch;
         if same_batch {
-            self.find_growths(tree, queries)?;
+            let num_rows = self.find_growths(tree, queries)?;
+            keeps_items = num_rows == 0 && self.has_same_rows(queries, num_qo_rows);
+            if !keeps_items {
+                self.check_room_when_grown(queries, num_qo_rows)?;
+            }
             let rows = self.members.iter().map(|member| member.row);
             self.image.begin_step(rows.zip(queries.iter().map(|query| query.kv_len)));
             self.grow(tree);
         } else {
             self.find_structure(tree, queries)?;
+            self.check_room_of_structure(queries, num_qo_rows)?;
             let row =
                 |query: &Query| Some((self.sequence_rows.get(&query.sequence)?, query.kv_len));
             self.image.begin_step(queries.iter().filter_map(row));
@@ -173,11 +211,13 @@ impl Planner {
             self.image.set_sequence(member.row, row);
         }
         self.image.set_num_qo_rows(num_qo_rows);
+        self.update_items(keeps_items);
         Ok(())
     }
 
-    /// Lists the leaves that grew, and checks that there is room for what they gained.
-    fn find_growths(&mut self, tree: &PrefixTree, queries: &[Query]) -> Result<()> {
+    /// Lists the leaves that grew, and checks that there is room for what they gained. Returns how
+    /// many segment rows they need.
+    fn find_growths(&mut self, tree: &PrefixTree, queries: &[Query]) -> Result<usize> {
         let growths = &mut self.scratch.growths;
         growths.clear();
         let (mut num_blocks, mut num_rows) = (0, 0);
@@ -198,7 +238,8 @@ impl Planner {
             num_rows += (block(end) - block(begin)) as usize;
             growths.push(Growth { member: index as u32, run: window.run, begin, end });
         }
-        self.check_room(num_blocks, self.arena.num_spare(), num_rows)
+        self.check_room(num_blocks, self.arena.num_spare(), num_rows)?;
+        Ok(num_rows)
     }
 
     fn check_room(&self, num_blocks: usize, spare_blocks: usize, num_rows: usize) -> Result<()> {

@@ -38,6 +38,11 @@ impl Plan {
         self.epoch
     }
 
+    /// Moves the plan to another version of the same tables.
+    pub(super) fn set_epoch(&mut self, version: u64) {
+        self.epoch = version;
+    }
+
     /// Rows of entry `i` of the batch: `qo_indptr[i]..qo_indptr[i + 1]`.
     pub fn qo_indptr(&self) -> &[u32] {
         &self.qo_indptr

@@ -1,8 +1,9 @@
 //! Random histories of a tree: every step's tables are right, and copies that are kept up to date by
 //! patches alone stay equal to them.
 
+use crate::items::{check_items, planner, work_limits};
 use crate::support::{Copy, Steps};
-use chunkcache::plan::{Limits, Planner};
+use chunkcache::plan::{Limits, Planner, WorkLimits};
 use chunkcache::tree::SeqHandle;
 use proptest::prelude::*;
 
@@ -93,6 +94,14 @@ struct History {
 }
 
 impl History {
+    /// A history whose tables have work items, in sections of these sizes.
+    fn with_items(limits: Option<Limits>, work: WorkLimits) -> Self {
+        let mut history = Self::new(limits);
+        history.steps.planner = planner(400, limits, work);
+        history.other.0 = planner(400, limits, work);
+        history
+    }
+
     fn new(limits: Option<Limits>) -> Self {
         let limits = limits.unwrap_or_else(|| Planner::default_limits(CHUNK, 400));
         Self {
@@ -187,6 +196,7 @@ impl History {
         let words = self.steps.planner.image().words().to_vec();
         match self.steps.plan(&seqs, Some(&indptr)) {
             Ok(mut plan) => {
+                check_items(&self.steps.planner);
                 let step = plan.close().unwrap();
                 if abort {
                     self.steps.tree.abort_step(step).unwrap();
@@ -216,6 +226,28 @@ proptest! {
     fn tight_tables_stay_right(ops in prop::collection::vec(ops(), 1..60)) {
         let limits = Limits { max_sequences: 5, max_segments: 9, max_page_ids: 64 * 7 };
         let mut history = History::new(Some(limits));
+        for op in &ops {
+            history.apply(op);
+        }
+    }
+}
+
+proptest! {
+    // Each step is checked token by token and head by head.
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn work_items_stay_right(ops in prop::collection::vec(ops(), 1..60)) {
+        let mut history = History::with_items(None, work_limits());
+        for op in &ops {
+            history.apply(op);
+        }
+    }
+
+    #[test]
+    fn tight_work_items_stay_right(ops in prop::collection::vec(ops(), 1..60)) {
+        let work = WorkLimits { max_items: 40, max_rows: 300, max_merges: 400 };
+        let mut history = History::with_items(None, work);
         for op in &ops {
             history.apply(op);
         }

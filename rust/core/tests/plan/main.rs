@@ -2,6 +2,7 @@
 
 mod block_tables;
 mod history;
+mod items;
 mod support;
 mod tree;
 mod words;

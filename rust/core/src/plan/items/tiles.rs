@@ -1,0 +1,159 @@
+//! Query tokens against segments: what items are cut from.
+
+use super::super::view::{NONE, PlanView};
+use super::costs::{DeviceCosts, HeadShape, STAGE_KEYS, WARP_ROWS};
+
+/// The query tokens of a step, in depth-first order of their sequences.
+#[derive(Debug, Default)]
+pub(super) struct Queries {
+    /// For each place in `order` its first token, and one past the last.
+    pub starts: Vec<u32>,
+    /// For each token its row of `q`.
+    pub q_rows: Vec<u32>,
+    /// For each token its row of `sequences`.
+    pub seqs: Vec<u32>,
+    /// For each token its position; negative where a sequence has fewer keys than queries.
+    positions: Vec<i64>,
+}
+
+impl Queries {
+    fn read(&mut self, view: &PlanView<'_>) {
+        let Self { starts, q_rows, seqs, positions } = self;
+        starts.clear();
+        q_rows.clear();
+        seqs.clear();
+        positions.clear();
+        starts.push(0);
+        for &row in view.order {
+            let sequence = view.sequences[row as usize];
+            let first = i64::from(sequence.kv_len) - i64::from(sequence.qo_len);
+            for query in 0..sequence.qo_len {
+                q_rows.push(sequence.qo_begin + query);
+                seqs.push(row);
+                positions.push(first + i64::from(query));
+            }
+            starts.push(q_rows.len() as u32);
+        }
+    }
+}
+
+/// Query tokens `tok_begin..tok_end` and the keys of one segment that some of them see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tile {
+    pub segment: u32,
+    pub tok_begin: u32,
+    pub tok_end: u32,
+    /// Keys that some token of the tile sees now.
+    pub keys: u32,
+    /// The segment ends with its only sequence, and grows with it.
+    pub open_end: bool,
+    /// Some token of the tile may not see all keys.
+    pub bounded: bool,
+    /// The only sequence, or [`NONE`].
+    pub seq: u32,
+    /// With `seq`: the first token's index among the sequence's queries.
+    pub first_query: u32,
+    /// Query rows: tokens times query heads per K/V head.
+    pub rows: u32,
+    pub row_tiles: u32,
+}
+
+/// How the K/V heads of a slice are spread over items.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct HeadRuns {
+    /// K/V heads of an item; the last has what is left.
+    pub run: u32,
+    /// Warps that take turns over the keys of one head and row tile.
+    pub key_groups: u32,
+}
+
+impl Tile {
+    pub fn num_tokens(&self) -> u32 {
+        self.tok_end - self.tok_begin
+    }
+
+    /// How the heads of a slice of `keys` keys are spread.
+    pub fn head_runs(&self, shape: &HeadShape, keys: u32) -> HeadRuns {
+        let warps = (shape.warps / self.row_tiles).max(1);
+        let blocks = keys.div_ceil(STAGE_KEYS).max(1);
+        // Heads side by side need no reduction over warps; key groups make fewer partials.
+        let side_by_side = self.seq != NONE || blocks * 2 <= warps;
+        let run = if side_by_side { shape.num_kv_heads.min(warps) } else { 1 };
+        let mut key_groups = 1;
+        while key_groups * 2 * run <= warps && key_groups * 2 <= blocks {
+            key_groups *= 2;
+        }
+        HeadRuns { run, key_groups }
+    }
+
+    /// Time of one key of one head: the read, or the matrix products where these take longer.
+    pub fn key_cost(&self, costs: &DeviceCosts) -> f32 {
+        (costs.row_tile * self.row_tiles as f32).max(1.0)
+    }
+
+    /// Time of an item of `keys` keys of `num_heads` heads.
+    pub fn item_cost(&self, costs: &DeviceCosts, keys: u32, num_heads: u32) -> f32 {
+        let per_head = keys as f32 * self.key_cost(costs) + costs.partial_row * self.rows as f32;
+        costs.item + num_heads as f32 * per_head
+    }
+}
+
+/// The tiles of one step.
+#[derive(Debug, Default)]
+pub(super) struct Tiles {
+    pub queries: Queries,
+    pub tiles: Vec<Tile>,
+}
+
+impl Tiles {
+    /// Lists the tiles of all segments, in their order.
+    pub fn read(&mut self, view: &PlanView<'_>, shape: &HeadShape) {
+        self.queries.read(view);
+        self.tiles.clear();
+        for &row in view.segment_order {
+            self.add_segment(view, shape, row);
+        }
+    }
+
+    fn add_segment(&mut self, view: &PlanView<'_>, shape: &HeadShape, row: u32) {
+        let segment = view.segments[row as usize];
+        let Self { queries, tiles } = self;
+        let begin = queries.starts[segment.seq_begin as usize];
+        let end = queries.starts[segment.seq_end as usize];
+        if begin == end || segment.num_pages == 0 {
+            return;
+        }
+        let start = i64::from(segment.start_pos);
+        let length = i64::from(segment.num_pages) * i64::from(view.page_size);
+        let is_single = segment.seq_end - segment.seq_begin == 1;
+        let only = queries.seqs[begin as usize];
+        let open_end = is_single && view.sequences[only as usize].leaf == row;
+        let num_tiles = (end - begin).div_ceil(shape.max_tokens());
+        let per_tile = (end - begin).div_ceil(num_tiles);
+        let mut tok_begin = begin;
+        while tok_begin < end {
+            let tok_end = (tok_begin + per_tile).min(end);
+            let seen = &queries.positions[tok_begin as usize..tok_end as usize];
+            let (lowest, highest) = seen
+                .iter()
+                .fold((i64::MAX, i64::MIN), |(low, high), &at| (low.min(at), high.max(at)));
+            let keys = length.min(highest + 1 - start).max(0);
+            if keys > 0 || open_end {
+                let rows = (tok_end - tok_begin) * shape.group;
+                tiles.push(Tile {
+                    segment: row,
+                    tok_begin,
+                    tok_end,
+                    keys: keys as u32,
+                    open_end,
+                    bounded: open_end || start + length > lowest + 1,
+                    seq: if is_single { only } else { NONE },
+                    first_query: if is_single { tok_begin - begin } else { 0 },
+                    rows,
+                    row_tiles: rows.div_ceil(WARP_ROWS).next_power_of_two(),
+                });
+            }
+            tok_begin = tok_end;
+        }
+    }
+}

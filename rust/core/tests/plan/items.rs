@@ -1,0 +1,335 @@
+//! Work items: every key of every row exactly once, every partial state merged exactly once; how
+//! many words a step changes.
+
+use std::collections::{HashMap, HashSet};
+
+use chunkcache::plan::{BlockTablePlanner, MergeRow, TokenRow};
+use chunkcache::plan::{
+    Cutter, DeviceCosts, Diff, HeadShape, Image, ItemRow, Limits, NONE, PageTable, PlanView,
+    Planner, WorkLimits,
+};
+use chunkcache::tree::SeqHandle;
+use proptest::prelude::*;
+
+use crate::support::{Steps, tokens};
+
+const CHUNK: u32 = 64;
+
+/// The tables of a cut.
+struct Tables<'a> {
+    items: &'a [ItemRow],
+    tokens: Vec<TokenRow>,
+    merges: Vec<MergeRow>,
+    pad_rows: Vec<u32>,
+}
+
+/// A (token, query head) that is counted.
+type Reader = (u32, u32);
+
+/// Walks the items as the kernel does, on intervals of keys instead of numbers.
+fn check(view: &PlanView<'_>, tables: &Tables<'_>, shape: &HeadShape) -> Result<(), String> {
+    let mut seen: HashMap<Reader, Vec<(u32, u32)>> = HashMap::new();
+    let mut slots: HashMap<u32, Reader> = HashMap::new();
+    let mut merged: HashSet<u32> = HashSet::new();
+    let mut owners: HashMap<(u32, u32), Vec<(u32, u32)>> = HashMap::new();
+    let position = |token: u32| {
+        let [q_row, seq, ..] = tables.tokens[token as usize];
+        let row = view.sequences[seq as usize];
+        row.kv_len - row.qo_len + q_row - row.qo_begin
+    };
+    for item in tables.items {
+        let rows = item.num_tok * shape.group;
+        if rows > item.row_tiles * 16
+            || item.row_tiles * item.num_heads * item.key_groups > shape.warps
+        {
+            return Err(format!("too much for a block: {item:?}"));
+        }
+        let range = item.tok_begin..item.tok_begin + item.num_tok;
+        let highest = range.clone().map(position).max().unwrap_or(0) + 1;
+        let lowest = range.clone().map(position).min().unwrap_or(0) + 1;
+        let end = match item.num_keys {
+            NONE => highest.max(item.start_pos),
+            keys => (item.start_pos + keys).min(highest.max(item.start_pos)),
+        };
+        if item.bounded == 0 && (item.num_keys == NONE || lowest < item.start_pos + item.num_keys) {
+            return Err(format!("not bounded: {item:?}"));
+        }
+        let num_pages = (end - item.start_pos).div_ceil(view.page_size) as usize;
+        let ids = &view.page_ids[item.ids_begin as usize..item.ids_begin as usize + num_pages];
+        let carried = num_pages.min(ItemRow::PAGES);
+        if item.pages[..carried] != ids[..carried] {
+            return Err(format!("pages {ids:?}, not those of {item:?}"));
+        }
+        for (index, token) in range.enumerate() {
+            for kv_head in item.kv_head..item.kv_head + item.num_heads {
+                owners.entry((token, kv_head)).or_default().push((item.owner, item.num_owners));
+                for head in 0..shape.group {
+                    let reader = (token, kv_head * shape.group + head);
+                    let last = end.min(position(token) + 1);
+                    seen.entry(reader)
+                        .or_default()
+                        .push((item.start_pos, last.max(item.start_pos)));
+                    if item.slot_begin == NONE {
+                        continue;
+                    }
+                    merged.insert(token);
+                    let row = index as u32 * shape.group + head;
+                    let slot = item.slot_begin + (kv_head - item.kv_head) * rows + row;
+                    if let Some(other) = slots.insert(slot, reader) {
+                        return Err(format!("slot {slot} of {reader:?} and {other:?}"));
+                    }
+                }
+            }
+        }
+    }
+    for (token, &[q_row, _, begin, count]) in (0..).zip(&tables.tokens) {
+        if tables.pad_rows.contains(&q_row) == (count > 0) {
+            return Err(format!("row {q_row} with {count} partial states"));
+        }
+        for kv_head in 0..shape.num_kv_heads {
+            let claims = owners.remove(&(token, kv_head)).unwrap_or_default();
+            if claims.len() != count as usize {
+                return Err(format!("token {token} has {claims:?}, not {count}"));
+            }
+            let mut shares: Vec<_> = claims.iter().map(|claim| claim.0).collect();
+            shares.sort_unstable();
+            if count > 1 && !merged.contains(&token) {
+                return Err(format!("token {token} is written {count} times"));
+            }
+            let is_shared = claims.iter().any(|claim| claim.1 > 0);
+            if is_shared && (shares != (0..count).collect::<Vec<_>>()) {
+                return Err(format!("token {token} is owned by {claims:?}"));
+            }
+            for head in 0..shape.group {
+                let reader = (token, kv_head * shape.group + head);
+                let mut parts = seen.remove(&reader).unwrap_or_default();
+                parts.sort_unstable();
+                let mut next = 0;
+                for (begin, end) in parts.into_iter().filter(|part| part.0 < part.1) {
+                    if begin != next {
+                        return Err(format!("{reader:?} reads from {begin} after {next}"));
+                    }
+                    next = end;
+                }
+                if count > 0 && next != position(token) + 1 {
+                    return Err(format!("{reader:?} reads {next} keys"));
+                }
+                if merged.contains(&token) {
+                    for merge in &tables.merges[begin as usize..(begin + count) as usize] {
+                        let slot = merge[0] + kv_head * merge[1] + head;
+                        if slots.remove(&slot) != Some(reader) {
+                            return Err(format!("slot {slot} is not one of {reader:?}"));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    if slots.is_empty() { Ok(()) } else { Err(format!("slots that no one merges: {slots:?}")) }
+}
+
+/// The work items' sections of an image, which the kernels find by its header.
+fn tables_of(image: &Image) -> Tables<'_> {
+    let (words, layout) = (image.words(), image.layout());
+    let (num_pad_rows, num_tokens) = (words[14] as usize, words[15] as usize);
+    let (tokens, _) = words[layout.tokens..layout.tokens + 4 * num_tokens].as_chunks();
+    let num_merges = tokens.iter().map(|&[_, _, begin, count]| begin + count).max().unwrap_or(0);
+    let (merges, _) = words[layout.merges..].as_chunks();
+    Tables {
+        items: image.items(),
+        tokens: tokens.to_vec(),
+        merges: merges[..(num_merges as usize).min(layout.work.max_merges as usize)].to_vec(),
+        pad_rows: words[layout.pad_rows..layout.pad_rows + num_pad_rows].to_vec(),
+    }
+}
+
+/// Checks the items of a planner's current step.
+pub fn check_items(planner: &Planner) {
+    let Some(cutter) = planner.cutter() else { return };
+    let image = planner.image();
+    let checked = check(&image.view(), &tables_of(image), &cutter.shape());
+    checked.unwrap_or_else(|error| panic!("{error}"));
+}
+
+pub fn work_limits() -> WorkLimits {
+    WorkLimits { max_items: 1 << 14, max_rows: 1 << 15, max_merges: 1 << 17 }
+}
+
+fn cutter(shape: HeadShape, num_blocks: u32) -> Cutter {
+    Cutter::new(shape, DeviceCosts { num_blocks, ..DeviceCosts::default() }).unwrap()
+}
+
+/// A planner with items for a tree of `capacity` chunks.
+pub fn planner(capacity: u32, limits: Option<Limits>, work: WorkLimits) -> Planner {
+    let limits = limits.unwrap_or_else(|| Planner::default_limits(CHUNK, capacity));
+    let shape = HeadShape::new(8, 4, 8).unwrap();
+    Planner::with_items(CHUNK, limits, work, cutter(shape, 132)).unwrap()
+}
+
+fn steps(capacity: u32) -> Steps {
+    let mut steps = Steps::new(capacity as usize, CHUNK as usize, None);
+    steps.planner = planner(capacity, None, work_limits());
+    steps
+}
+
+fn compute(steps: &mut Steps, seqs: &[SeqHandle]) -> Diff {
+    let before = steps.planner.image().version();
+    let mut indptr = vec![0];
+    for &seq in seqs {
+        let info = steps.tree.sequence(seq).unwrap();
+        let left = info.num_tokens - info.num_scheduled_tokens;
+        indptr.push(indptr[indptr.len() - 1] + left as u32);
+    }
+    let batch: Vec<_> = seqs.iter().copied().map(Some).collect();
+    steps.run(&batch, Some(&indptr)).unwrap();
+    check_items(&steps.planner);
+    steps.planner.image().diff_since(before)
+}
+
+fn decode(steps: &mut Steps, seqs: &[SeqHandle]) -> Diff {
+    steps.tree.append_batch(seqs, &vec![3; seqs.len()]).unwrap();
+    compute(steps, seqs)
+}
+
+/// `count` sequences behind one prompt, with all but their last token computed.
+fn batch(count: u32, shared: u32, own: u32) -> (Steps, Vec<SeqHandle>) {
+    let mut steps = steps(1 << 13);
+    let prompt = |i| [tokens(0, shared * CHUNK), tokens(1 + i, own)].concat();
+    let seqs: Vec<_> = (0..count).map(|i| steps.insert(&prompt(i))).collect();
+    compute(&mut steps, &seqs);
+    (steps, seqs)
+}
+
+#[test]
+fn steady_decoding_changes_no_word() {
+    let (mut steps, seqs) = batch(30, 10, CHUNK + 1);
+    decode(&mut steps, &seqs);
+    for _ in 0..CHUNK - 3 {
+        let diff = decode(&mut steps, &seqs);
+        assert!(diff.is_empty() && diff.advance, "{diff:?}");
+    }
+}
+
+#[test]
+fn a_leaf_that_fills_costs_a_page_id_and_that_of_each_of_its_items() {
+    let (mut steps, seqs) = batch(30, 10, 4 * CHUNK - 1);
+    decode(&mut steps, &seqs);
+    let diff = decode(&mut steps, &seqs);
+    // The id and the number of pages of each segment; one item holds all eight K/V heads.
+    assert_eq!((diff.num_words(), diff.advance), (3 * 30, true), "{diff:?}");
+}
+
+#[test]
+fn a_leaf_that_has_grown_much_is_cut_anew() {
+    let mut steps = steps(1 << 13);
+    let seq = steps.insert(&tokens(0, 100));
+    compute(&mut steps, &[seq]);
+    for _ in 0..8 * CHUNK {
+        decode(&mut steps, &[seq]);
+    }
+    assert!(steps.planner.image().items().len() > 8);
+}
+
+#[test]
+fn a_join_costs_items_and_rows_alone() {
+    let words = |shared| {
+        let (mut steps, mut seqs) = batch(30, shared, 3 * CHUNK);
+        decode(&mut steps, &seqs);
+        let new = steps.insert(&[tokens(0, shared * CHUNK), tokens(99, 70)].concat());
+        steps.tree.append_batch(&seqs, &[3; 30]).unwrap();
+        seqs.insert(10, new);
+        compute(&mut steps, &seqs).num_words()
+    };
+    // What the shared prompt is long does not matter but for its own items.
+    let (short, long) = (words(10), words(60));
+    assert!(short < 132 * 32 + 100 * 32 && long < 132 * 32 + 100 * 32, "{short} {long}");
+}
+
+#[test]
+fn a_step_past_the_capacity_is_refused_and_says_what_it_needs() {
+    let mut steps = steps(1 << 10);
+    let work = WorkLimits { max_items: 64, max_rows: 64, max_merges: 64 };
+    steps.planner = planner(1 << 10, None, work);
+    let seq = steps.insert(&tokens(0, 100));
+    let words = steps.planner.image().words().to_vec();
+    let error = steps.plan(&[Some(seq)], Some(&[0, 100])).unwrap_err();
+    assert!(error.to_string().contains("at most max_rows = 64"), "{error}");
+    assert_eq!(steps.planner.image().words(), words);
+    let needed = steps.planner.work_needed().unwrap();
+    assert_eq!((needed.max_rows, needed.max_merges), (100, 100));
+    steps.planner = planner(1 << 10, None, needed);
+    steps.run(&[Some(seq)], Some(&[0, 100])).unwrap();
+    check_items(&steps.planner);
+}
+
+#[test]
+fn another_head_shape_is_a_version_of_its_own() {
+    let (mut steps, seqs) = batch(5, 3, 100);
+    steps.tree.append_batch(&seqs, &[1; 5]).unwrap();
+    let batch: Vec<_> = seqs.iter().copied().map(Some).collect();
+    let mut plan = steps.plan(&batch, None).unwrap();
+    let other = cutter(HeadShape::new(2, 7, 4).unwrap(), 20);
+    steps.planner.set_cutter(Some(&mut plan), other).unwrap();
+    check_items(&steps.planner);
+    plan.view(steps.planner.image()).unwrap();
+}
+
+#[test]
+fn too_many_query_heads_are_refused() {
+    let error = HeadShape::new(1, 129, 8).unwrap_err().to_string();
+    assert!(error.contains("num_qo_heads / num_kv_heads"), "{error}");
+}
+
+/// Lengths of sequences behind shared pages, as a paged cache has them.
+fn groups() -> impl Strategy<Value = Vec<(u32, Vec<u32>)>> {
+    let tails = prop::collection::vec(1..300_u32, 1..5);
+    prop::collection::vec((0..20_u32, tails), 1..4)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(192))]
+
+    #[test]
+    fn every_key_once_over_block_tables(
+        groups in groups(),
+        page_size in prop::sample::select(vec![16_u32, 48, 64, 128]),
+        qo_len in 1..9_u32,
+        group in prop::sample::select(vec![1_u32, 3, 8, 40]),
+        num_kv_heads in 1..12_u32,
+        warps in prop::sample::select(vec![4_u32, 8]),
+        num_blocks in prop::sample::select(vec![1_u32, 10, 132, 1000]),
+    ) {
+        let mut next = 0;
+        let mut take = |count: u32| { next += count; next - count..next };
+        let mut rows: Vec<(Vec<u32>, u32)> = Vec::new();
+        for (shared, tails) in &groups {
+            let head: Vec<u32> = take(*shared).collect();
+            for &tail in tails {
+                let len = shared * page_size + tail.max(qo_len);
+                let own = take(tail.max(qo_len).div_ceil(page_size));
+                rows.push((head.iter().copied().chain(own).collect(), len));
+            }
+        }
+        let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
+        let table: Vec<u32> = rows.iter().flat_map(|row| {
+            row.0.iter().copied().chain(std::iter::repeat(0)).take(width)
+        }).collect();
+        let lens: Vec<u32> = rows.iter().map(|row| row.1).collect();
+        let indptr: Vec<u32> = (0..=rows.len() as u32).map(|i| i * qo_len).collect();
+        let dense = PageTable::Dense { block_table: &table, width, seq_lens: &lens };
+        let mut planner =
+            BlockTablePlanner::new(page_size, rows.len() as u32, width.max(1) as u32).unwrap();
+        let plan = planner.update(&dense, Some(&indptr)).unwrap();
+        let view = plan.view(planner.image()).unwrap();
+        let shape = HeadShape::new(num_kv_heads, group, warps).unwrap();
+        let mut cutter = cutter(shape, num_blocks);
+        let work = cutter.cut(&view);
+        let tables = Tables {
+            items: &work.items,
+            tokens: work.tokens.clone(),
+            merges: work.merges.clone(),
+            pad_rows: work.pad_rows.clone(),
+        };
+        prop_assert_eq!(check(&view, &tables, &shape), Ok(()));
+    }
+}
