@@ -17,9 +17,9 @@ import torch
 
 from chunkcache.kernels.driver import Launch, load
 from chunkcache.kernels.params import Operands, Scores, Strides
-from chunkcache.kernels.schedule import NONE, PlanTables, build_schedule
 from chunkcache.kernels.table import find
 from chunkcache.kernels.tpp import Pages, TppAttention, TppTables
+from chunkcache.kernels.work import NONE, PlanTables, cut_tables
 
 PAGE_SIZE = 64
 HEAD_DIM = 128
@@ -172,7 +172,7 @@ def run(work: Workload, path: str) -> Result:
     device = torch.cuda.current_device()
     attention = TppAttention(device, "F16", work.num_qo_heads, work.num_kv_heads, HEAD_DIM, path)
     plan = plan_of(work)
-    schedule = build_schedule(plan, attention.heads)
+    schedule = cut_tables(plan, attention.heads)
     stream = torch.cuda.current_stream().cuda_stream
     tables = TppTables(device, plan, schedule, work.num_qo_heads, HEAD_DIM, stream)
     copies = max(2 if work.kv_bytes > COLD_BYTES else 4, int(np.ceil(COLD_BYTES / work.kv_bytes)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from chunkcache import ChunkCache, attention, reference
+from support.devices import NEEDS_CUDA, NumpyCudaCache
 from support.prefix_kv import (
     TOLERANCE,
     Entry,
@@ -15,6 +16,7 @@ from support.prefix_kv import (
     begin,
     check_attention,
     pending,
+    run_step,
     write,
 )
 
@@ -217,3 +219,47 @@ def test_torch_and_numpy_give_the_same_bits() -> None:
         q = np.concatenate([kv.queries(0, e.tokens[: e.end])[e.start :] for e in entries])
         out = cache.attend(0, q, plan)
         np.testing.assert_array_equal(cache.attend(0, torch.from_numpy(q), plan).numpy(), out)
+
+
+#: What the kernels on a CUDA device are compiled for.
+CUDA_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+
+def check_on_cuda(tree: str, head_dim: int, ratio: int, dtype: str, **options) -> None:
+    kv = PrefixKv(1, 2, head_dim, num_qo_heads=2 * ratio, dtype=dtype)
+    cache = NumpyCudaCache(1, 2, head_dim, dtype=dtype, capacity=64, chunk_size=16)
+    seqs = [cache.insert(tokens, cache_salt=salt).seq for salt, tokens in TREES[tree]]
+    entries = [
+        pending(cache, seq, tokens, salt)
+        for seq, (salt, tokens) in zip(seqs, TREES[tree], strict=True)
+    ]
+    run_step(cache, kv, entries, **options)
+    for step in range(2):
+        tokens = range(50 + step, 50 + step + len(seqs))
+        cache.append_batch(seqs, tokens)
+        for entry, token in zip(entries, tokens, strict=True):
+            entry.tokens = [*entry.tokens, token]
+        entries = [pending(cache, e.seq, e.tokens, e.salt) for e in entries]
+        run_step(cache, kv, entries, **options)
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_shapes_and_dtypes_on_cuda(dtype: str, head_dim: int, ratio: int) -> None:
+    check_on_cuda("three levels", head_dim, ratio, dtype)
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_on_cuda(tree: str) -> None:
+    check_on_cuda(tree, 64, 3, "float16")
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("window_left", [0, 15, 20, 1000])
+@pytest.mark.parametrize("logits_soft_cap", [None, 30.0])
+def test_windows_and_caps_on_cuda(window_left: int, logits_soft_cap: float | None) -> None:
+    options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap}
+    check_on_cuda("three levels", 64, 2, "float16", **options)

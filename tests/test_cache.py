@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ from chunkcache import (
     StalePlanError,
     UnknownSequenceError,
 )
+from support.devices import DEVICES, NumpyCudaCache
 from support.prefix_kv import (
     PrefixKv,
     begin,
@@ -26,7 +28,22 @@ from support.prefix_kv import (
 )
 
 
-def make(capacity: int = 32, **options) -> tuple[ChunkCache, PrefixKv]:
+class Place:
+    """Where `make` makes its caches."""
+
+    device = "cpu"
+
+
+@pytest.fixture(params=DEVICES)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Place, "device", request.param)
+
+
+def make(capacity: int = 32, **options) -> tuple[Any, PrefixKv]:
+    if Place.device == "cuda":
+        options["dtype"] = "float16"
+        cache = NumpyCudaCache(2, 2, 64, capacity=capacity, chunk_size=16, **options)
+        return cache, PrefixKv(2, 2, 64, num_qo_heads=4, dtype="float16")
     cache = ChunkCache(2, 2, 8, capacity=capacity, chunk_size=16, num_threads=1, **options)
     return cache, PrefixKv(2, 2, 8, num_qo_heads=4)
 
@@ -36,6 +53,7 @@ def finish(cache: ChunkCache, kv: PrefixKv, *sequences: tuple) -> None:
     run_step(cache, kv, [pending(cache, *sequence) for sequence in sequences])
 
 
+@pytest.mark.usefixtures("place")
 class TestWhollyCachedPrompt:
     @pytest.mark.parametrize("length", [32, 40])
     def test_its_one_query_is_right(self, length: int) -> None:
@@ -54,13 +72,14 @@ class TestWhollyCachedPrompt:
         before = cache.read_kv(0, first, 0, 32)
         again = cache.insert(tokens).seq
         with cache.plan([again]) as plan:
-            wrong = np.full((1, 2, 8), 7.0, dtype=np.float32)
+            wrong = np.full((1, *kv.kv_shape), 7.0, dtype=kv.dtype)
             cache.write_kv(0, wrong, wrong, plan)
             cache.commit(plan)
         for old, new in zip(before, cache.read_kv(0, first, 0, 32), strict=True):
             np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.usefixtures("place")
 class TestEqualPromptsTogether:
     @pytest.mark.parametrize("count", [2, 50])
     def test_one_step_computes_the_common_chunks_once_and_all_outputs_are_right(
@@ -96,6 +115,7 @@ class TestEqualPromptsTogether:
         finish(cache, kv, (second, tokens))
 
 
+@pytest.mark.usefixtures("place")
 class TestCopies:
     def test_a_diverging_prompt_gets_the_equal_head_of_the_chunk(self) -> None:
         cache, kv = make()
@@ -150,6 +170,7 @@ class TestCopies:
         finish(cache, kv, (a, [*tokens, 1]))
 
 
+@pytest.mark.usefixtures("place")
 class TestSteps:
     def test_a_batch_keeps_the_callers_order_with_padding(self) -> None:
         cache, kv = make()
@@ -171,7 +192,7 @@ class TestSteps:
         seq = cache.insert(tokens).seq
         before = cache.sequence(seq)
         with cache.plan([seq], [0, 20]) as plan:
-            wrong = np.full((20, 2, 8), 7.0, dtype=np.float32)
+            wrong = np.full((20, *kv.kv_shape), 7.0, dtype=kv.dtype)
             cache.write_kv(0, wrong, wrong, plan)
         assert cache.sequence(seq) == before
         finish(cache, kv, (seq, tokens))

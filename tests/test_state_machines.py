@@ -2,6 +2,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from chunkcache import ChunkCache, Plan, PrefixTree
+from support.devices import NEEDS_CUDA, NumpyCudaCache
 from support.machine import TreeMachine
 from support.prefix_kv import Entry, PrefixKv, check_attention, write
 
@@ -56,5 +57,19 @@ class ChunkCacheMachine(TreeMachine):
         check_attention(self.tree, self.kv, plan, entries)
 
 
+class CudaCacheMachine(ChunkCacheMachine):
+    """The same on a CUDA device."""
+
+    @initialize(capacity=st.integers(3, 12))
+    def make(self, capacity: int) -> None:
+        self.tree = NumpyCudaCache(1, 1, 64, dtype="float16", capacity=capacity, chunk_size=16)
+        self.kv = PrefixKv(1, 1, 64, dtype="float16")
+
+
 TestPrefixTree = PrefixTreeMachine.TestCase
 TestChunkCache = ChunkCacheMachine.TestCase
+
+
+@NEEDS_CUDA
+class TestCudaCache(CudaCacheMachine.TestCase):
+    pass

@@ -11,6 +11,7 @@ from chunkcache._types import Isa, Sharing, Tokens
 __all__ = [
     "ChunkCopy",
     "Committed",
+    "DeviceCache",
     "ForkResult",
     "HostCache",
     "Inherited",
@@ -23,6 +24,7 @@ __all__ = [
     "TruncateResult",
     "__version__",
     "available_isas",
+    "cut_tables",
     "merge_states",
     "partial_attention",
     "plan_from_block_tables",
@@ -32,6 +34,10 @@ __all__ = [
 
 __version__: str
 
+_Words: TypeAlias = npt.NDArray[np.uint32]
+_Heads: TypeAlias = tuple[int, int, int]
+_Costs: TypeAlias = tuple[int, float, float, float]
+_Work: TypeAlias = tuple[_Words, _Words, _Words, _Words, int]
 _Options: TypeAlias = tuple[float | None, float | None, int, Sharing, Isa | None]
 
 @final
@@ -162,6 +168,10 @@ class Stats:
     def fragmentation(self) -> float: ...
     @property
     def fragmentation_bound(self) -> float: ...
+    @property
+    def table_copies(self) -> int: ...
+    @property
+    def table_bytes_copied(self) -> int: ...
 
 @final
 class Plan:
@@ -186,6 +196,7 @@ class Plan:
         npt.NDArray[np.uint32],
         npt.NDArray[np.uint32],
     ]: ...
+    def cut(self, heads: _Heads, costs: _Costs) -> _Work: ...
     def commit(self) -> Committed: ...
     def close(self) -> list[Inherited]: ...
     def __enter__(self) -> Self: ...
@@ -237,6 +248,32 @@ class PrefixTree:
     def render(self) -> str: ...
 
 @final
+class DeviceCache:
+    def __new__(
+        cls,
+        address: int,
+        sizes: tuple[int, int, int, int, int, int],
+        heads: _Heads,
+        costs: _Costs,
+        enable_prefix_sharing: bool,
+    ) -> Self: ...
+    @property
+    def tree(self) -> PrefixTree: ...
+    @property
+    def nbytes(self) -> int: ...
+    def layer(self, layer: int) -> tuple[int, int, int, int]: ...
+    def commit(self, plan: Plan) -> Committed: ...
+    def take_copies(self) -> list[list[tuple[int, int, int]]]: ...
+    def chunks_of(self, seq: int, begin: int, end: int) -> list[int]: ...
+    def tables(self, plan: Plan) -> tuple[int, int, list[int], int, int]: ...
+    def set_heads(self, plan: Plan, heads: _Heads) -> None: ...
+    def stage(
+        self, plan: Plan, held: tuple[int, int], address: int, num_words: int, step: int
+    ) -> int: ...
+    def max_patch_words(self, plan: Plan) -> int: ...
+    def release(self, plan: Plan) -> None: ...
+
+@final
 class HostCache:
     def __new__(
         cls,
@@ -271,6 +308,9 @@ class HostCache:
     ) -> None: ...
 
 def available_isas() -> list[Isa]: ...
+def cut_tables(
+    tables: tuple[int, int, _Words, _Words, _Words, _Words, _Words], heads: _Heads, costs: _Costs
+) -> _Work: ...
 def plan_from_block_tables(
     block_table: npt.NDArray[np.int64],
     seq_lens: npt.NDArray[np.int64],

@@ -1,7 +1,7 @@
 """ChunkCache: a prefix tree together with the K/V of its chunks, for all layers of a model."""
 
 from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,12 @@ from chunkcache._core import (
 from chunkcache._types import Isa, Sharing, Tokens
 from chunkcache.attention import check_plan, outputs
 from chunkcache.errors import InvalidConfigError
+from chunkcache.kernels import frontend, storage
+
+if TYPE_CHECKING:
+    import torch
+
+    from chunkcache.kernels.graphs import CapturedStep
 
 
 class ChunkCache:
@@ -44,7 +50,7 @@ class ChunkCache:
         num_kv_heads: K/V heads of a layer.
         head_dim: elements of one head's key or value.
         dtype: name of the element type.
-        device: where K and V lie: "cpu".
+        device: where K and V lie: "cpu" or "cuda:N".
     """
 
     def __init__(
@@ -59,36 +65,69 @@ class ChunkCache:
         capacity_bytes: int | None = None,
         num_threads: int | None = None,
         enable_prefix_sharing: bool = True,
-        device: str = "cpu",
+        device: Any = "cpu",
+        memory_fraction: float | None = None,
+        num_qo_heads: int | None = None,
     ) -> None:
-        """Make an empty cache; memory is taken slab by slab as chunks are written.
+        """Make an empty cache.
+
+        Host memory is taken slab by slab as chunks are written, device memory at once.
 
         Args:
             num_layers: layers of the model.
             num_kv_heads: K/V heads of a layer.
             head_dim: elements of one head's key or value; times the item size a multiple of 16
                 bytes.
-            dtype: "float32", "float16" or "bfloat16", or that dtype of numpy or torch.
+            dtype: "float32", "float16" or "bfloat16", or that dtype of numpy or torch; not
+                "float32" on a CUDA device.
             chunk_size: tokens per chunk, 16 to 128, a multiple of 16. Other engines call a chunk a
                 page or a block.
-            capacity: chunks in the pool; give either this or `capacity_bytes`.
+            capacity: chunks in the pool; give this, `capacity_bytes` or `memory_fraction`.
             capacity_bytes: bytes of K and V over all layers, rounded down to chunks.
             num_threads: threads of the kernels; all cores by default. Results do not depend on it.
             enable_prefix_sharing: without it nothing is matched, kept or read together.
-            device: "cpu".
+            device: "cpu", "cuda" (torch's current device), "cuda:N", a CUDA ordinal or a
+                torch.device. A CUDA device needs `chunkcache[torch,cuda]`; `num_threads`, and
+                `sharing` and `isa` of `attend`, are for the CPU alone.
+            memory_fraction: share of the device's free memory to take, above 0 and up to 1.
+            num_qo_heads: query heads of a layer, on a CUDA device: what plans are cut for before
+                the first `attend`, which tells it otherwise.
 
         Raises:
             InvalidConfigError: an argument that is not allowed.
+            KernelError: no CUDA driver, or too little device memory.
         """
-        if device != "cpu":
-            raise InvalidConfigError(f"device: got {device!r}, allowed is 'cpu'")
         self.dtype = _arrays.check_dtype("dtype", dtype)
-        self.device = device
-        if (capacity is None) == (capacity_bytes is None):
+        ordinal = storage.device_ordinal(device)
+        sizes = (capacity, capacity_bytes, memory_fraction)
+        if sum(size is not None for size in sizes) != 1:
             raise InvalidConfigError(
-                f"capacity: got capacity={capacity} and capacity_bytes={capacity_bytes},"
-                " allowed is exactly one of them"
+                f"capacity: got capacity={capacity}, capacity_bytes={capacity_bytes} and"
+                f" memory_fraction={memory_fraction}, allowed is exactly one of them"
             )
+        self._cuda: storage.DeviceStorage | None = None
+        #: An empty array of the kind that was last written.
+        self._kind: Tensor | None = None
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        if ordinal is not None:
+            if num_threads is not None:
+                raise InvalidConfigError(
+                    f"num_threads: got {num_threads!r}, allowed on a CUDA device is None"
+                )
+            shape = storage.KvShape(num_layers, num_kv_heads, head_dim, self.dtype, chunk_size)
+            chunks = storage.num_chunks(ordinal, shape, *sizes)
+            self._cuda = storage.DeviceStorage(
+                ordinal, shape, chunks, num_qo_heads, enable_prefix_sharing
+            )
+            self.device = f"cuda:{ordinal}"
+            self.tree = self._cuda.host.tree
+            return
+        for name, given in (("memory_fraction", memory_fraction), ("num_qo_heads", num_qo_heads)):
+            if given is not None:
+                raise InvalidConfigError(f"{name}: got {given!r}, allowed on the CPU is None")
+        self.device = "cpu"
         self._host = _core.HostCache(
             num_layers,
             num_kv_heads,
@@ -100,12 +139,7 @@ class ChunkCache:
             num_threads=num_threads,
             enable_prefix_sharing=enable_prefix_sharing,
         )
-        #: An empty array of the kind that was last written.
-        self._kind: Tensor | None = None
         self.tree = self._host.tree
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
 
     @property
     def chunk_size(self) -> int:
@@ -120,7 +154,7 @@ class ChunkCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory taken for K and V so far; `stats()` has those of chunks in use."""
-        return self._host.nbytes
+        return self._host.nbytes if self._cuda is None else self._cuda.host.nbytes
 
     def match_prefix(self, tokens: Tokens, cache_salt: str = "") -> PrefixMatch:
         """Look up how much of a prompt is cached; see `PrefixTree.match_prefix`."""
@@ -204,28 +238,36 @@ class ChunkCache:
         """Begin a step; see `PrefixTree.plan`."""
         return self.tree.plan(batch, qo_indptr)
 
-    def write_kv(self, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, plan: Plan, *, stream: Any = None) -> None:
         """Write one layer's K and V of a step's tokens.
 
         A row goes to the slot that `plan.slot_mapping` names for it; rows of slot -1 are skipped.
 
         Args:
             layer: the layer, from 0.
-            k: keys `[rows, num_kv_heads, head_dim]` of the cache's dtype, numpy or torch on the
-                CPU, in any strides of rows and heads.
+            k: keys `[rows, num_kv_heads, head_dim]` in any strides of rows and heads: of the
+                cache's dtype, numpy or torch on the CPU; or torch tensors on the cache's CUDA
+                device, also float32, float16 or bfloat16 for a cache of another dtype.
             v: values, likewise.
             plan: the step.
+            stream: a torch stream or a handle, on a CUDA device; torch's current one by default.
 
         Raises:
             InvalidConfigError: a layer, shape, dtype or device that is not allowed.
             StalePlanError: the plan is closed.
         """
         check_plan(plan)
+        if self._cuda is not None:
+            self._cuda.write_kv(layer, k, v, plan, stream)
+            return
+        _check_no_stream(stream)
         rows = self._kv_rows(plan.num_rows)
         self._host.write_kv(layer, view("k", k, rows), view("v", v, rows), plan)
         self._kind = k[:0]
 
-    def read_kv(self, layer: int, seq: int, begin: int, end: int) -> tuple[Any, Any]:
+    def read_kv(
+        self, layer: int, seq: int, begin: int, end: int, *, stream: Any = None
+    ) -> tuple[Any, Any]:
         """Read one layer's K and V of the tokens `[begin, end)` of a sequence.
 
         Args:
@@ -234,10 +276,11 @@ class ChunkCache:
             begin: first token position.
             end: one past the last, at most the sequence's tokens. What was not written is
                 unspecified.
+            stream: a torch stream or a handle, on a CUDA device; torch's current one by default.
 
         Returns:
             New arrays k and v `[end - begin, num_kv_heads, head_dim]` of the cache's dtype, and of
-            the kind (numpy or torch) that was last written.
+            the kind (numpy or torch) that was last written; torch tensors on a CUDA device.
 
         Raises:
             InvalidConfigError: a layer or positions that are not allowed, or memory that was never
@@ -250,6 +293,9 @@ class ChunkCache:
         num_tokens = self.tree.sequence(seq).num_tokens
         if end > num_tokens:
             raise InvalidConfigError(f"end: got {end}, allowed is at most {num_tokens} tokens")
+        if self._cuda is not None:
+            return self._cuda.read_kv(layer, seq, begin, end, stream)
+        _check_no_stream(stream)
         if self._kind is None:
             raise InvalidConfigError("seq: got a sequence of a cache to which nothing was written")
         shape = (end - begin, self.num_kv_heads, self.head_dim)
@@ -272,6 +318,7 @@ class ChunkCache:
         return_lse: bool = False,
         sharing: Sharing = "auto",
         isa: Isa | None = None,
+        stream: Any = None,
     ) -> Any:
         """Attention of a step's queries to the keys of their sequences, in two phases.
 
@@ -282,7 +329,8 @@ class ChunkCache:
         Args:
             layer: the layer, from 0.
             q: queries `[rows, num_qo_heads, head_dim]` of the cache's dtype, numpy or torch on the
-                CPU, in any strides of rows and heads; num_qo_heads is a multiple of num_kv_heads.
+                CPU, or torch on the cache's CUDA device, in any strides of rows and heads;
+                num_qo_heads is a multiple of num_kv_heads.
             plan: the step.
             sm_scale: factor of the scores; 1/sqrt(head_dim) by default.
             logits_soft_cap: bound of the scores; None or 0 for none.
@@ -294,6 +342,7 @@ class ChunkCache:
             sharing: which shared segments are read once for all their sequences: those for which
                 the cost model says that it pays, "always" or "never".
             isa: the instruction set of the kernels; the best that the processor has by default.
+            stream: a torch stream or a handle, on a CUDA device; torch's current one by default.
 
         Returns:
             out, of q's dtype and kind; with `return_lse`, out and lse: the natural logarithm of the
@@ -305,6 +354,15 @@ class ChunkCache:
             StalePlanError: the plan is closed.
         """
         check_plan(plan)
+        if self._cuda is not None:
+            if sharing != "auto" or isa is not None:
+                raise InvalidConfigError(
+                    f"sharing, isa: got {sharing!r} and {isa!r}, allowed on a CUDA device is their"
+                    " default"
+                )
+            how = frontend.Options(sm_scale, logits_soft_cap, window_left, return_lse)
+            return self._cuda.attend(layer, q, plan, how, out, lse, stream)
+        _check_no_stream(stream)
         queries = Expected(
             ("rows", "num_qo_heads", "head_dim"),
             (plan.num_rows, None, self.head_dim),
@@ -329,7 +387,48 @@ class ChunkCache:
             InvalidConfigError: an earlier plan is still open, or it is not a plan of this cache.
         """
         check_plan(plan)
-        return self._host.commit(plan).inherited
+        host = self._host if self._cuda is None else self._cuda.host
+        return host.commit(plan).inherited
+
+    def kv_layer(self, layer: int) -> "torch.Tensor":
+        """Return one layer's K and V on a CUDA device, without a copy.
+
+        It is an HND paged tensor as FlashInfer has it,
+        `[chunks, 2, num_kv_heads, chunk_size, head_dim]`,
+        as of all that was submitted before. Work on other streams than torch's current one has to
+        wait for that itself.
+
+        Args:
+            layer: the layer, from 0.
+
+        Raises:
+            InvalidConfigError: no such layer, or a cache on the CPU.
+        """
+        return self._on_cuda("kv_layer").kv_layer(layer)
+
+    def capture(self, plan: Plan) -> "CapturedStep":
+        """Record a step on a CUDA device as a CUDA graph, to be replayed for plans to come.
+
+        Args:
+            plan: an open plan of as many rows as the largest that the graph is to serve. Nothing
+                is computed for it before it is replayed.
+
+        Returns:
+            A context manager whose block submits the step, and whose `replay(plan)` runs it.
+
+        Raises:
+            InvalidConfigError: a cache on the CPU, or a plan of something else.
+            StalePlanError: the plan is closed.
+        """
+        from chunkcache.kernels.graphs import CapturedStep
+
+        check_plan(plan)
+        return CapturedStep(self._on_cuda("capture"), plan)
+
+    def _on_cuda(self, operation: str) -> storage.DeviceStorage:
+        if self._cuda is None:
+            raise InvalidConfigError(f"device: got 'cpu', allowed for {operation} is a CUDA device")
+        return self._cuda
 
     def _kv_rows(self, rows: int) -> Expected:
         sizes = (rows, self.num_kv_heads, self.head_dim)
@@ -340,5 +439,10 @@ class ChunkCache:
         return (
             f"ChunkCache(num_layers={self.num_layers}, num_kv_heads={self.num_kv_heads},"
             f" head_dim={self.head_dim}, dtype={self.dtype!r}, chunk_size={self.chunk_size},"
-            f" capacity={self.capacity})"
+            f" capacity={self.capacity}, device={self.device!r})"
         )
+
+
+def _check_no_stream(stream: Any) -> None:
+    if stream is not None:
+        raise InvalidConfigError(f"stream: got {stream!r}, allowed on the CPU is None")

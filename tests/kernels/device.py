@@ -1,14 +1,10 @@
-"""Whether the kernels can run here."""
+"""Which kernels can run here."""
 
-import importlib.util
-
-import pytest
 import torch
 
-NEEDS_CUDA = pytest.mark.skipif(
-    not torch.cuda.is_available() or importlib.util.find_spec("cuda") is None,
-    reason="needs a CUDA device and chunkcache[cuda]",
-)
+from support.devices import NEEDS_CUDA
+
+__all__ = ["NEEDS_CUDA", "PATHS"]
 
 #: The paths that the device has.
 PATHS = ["sm_80"]

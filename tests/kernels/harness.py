@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from chunkcache.kernels.params import Operands, Scores, Strides
-from chunkcache.kernels.schedule import DeviceCosts, build_schedule
 from chunkcache.kernels.tpp import Pages, TppAttention, TppTables
+from chunkcache.kernels.work import DeviceCosts, cut_tables
 
 from .trees import Node, build, error, reference
 
@@ -99,9 +99,7 @@ def run(case: Case, repeats: int = 1) -> Answer:
     attention = TppAttention(
         device, case.element, case.num_qo_heads, case.num_kv_heads, case.head_dim, case.path
     )
-    schedule = build_schedule(
-        forest.tables, attention.heads, DeviceCosts(num_blocks=case.num_blocks)
-    )
+    schedule = cut_tables(forest.tables, attention.heads, DeviceCosts(num_blocks=case.num_blocks))
     tables = TppTables(device, forest.tables, schedule, case.num_qo_heads, case.head_dim, stream)
     scale = case.head_dim**-0.5
     k_strides, v_strides = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from chunkcache.kernels.schedule import NONE, PlanTables
+from chunkcache.kernels.work import NONE, PlanTables
 
 
 @dataclass(frozen=True)

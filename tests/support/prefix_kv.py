@@ -111,7 +111,7 @@ def check_attention(
     plan: Plan,
     entries: Sequence[Entry | None],
     *,
-    tolerance: float = TOLERANCE["float32"],
+    tolerance: float | None = None,
     kernels: Iterable[dict] = ({},),
     **options,
 ) -> None:
@@ -119,6 +119,7 @@ def check_attention(
 
     `kernels` are the keywords of `attend` that must not change the result; `options` those that do.
     """
+    tolerance = tolerance or TOLERANCE[np.dtype(kv.dtype).name]
     for layer in range(kv.num_layers):
         parts = [entry_queries(kv, layer, entry) for entry in entries]
         q = np.concatenate(parts)

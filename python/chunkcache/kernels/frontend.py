@@ -15,7 +15,6 @@ from chunkcache._core import Plan
 from chunkcache.errors import InvalidConfigError, StalePlanError
 from chunkcache.kernels.driver import Launch, limits, load
 from chunkcache.kernels.params import Operands, Scores, Strides
-from chunkcache.kernels.schedule import DeviceCosts, PlanTables, build_schedule
 from chunkcache.kernels.table import find
 from chunkcache.kernels.tensors import (
     ELEMENTS,
@@ -26,7 +25,8 @@ from chunkcache.kernels.tensors import (
     dtype_name,
     stream_of,
 )
-from chunkcache.kernels.tpp import HEAD_DIMS, Pages, TppAttention, TppTables
+from chunkcache.kernels.tpp import HEAD_DIMS, Pages, Tables, TppAttention, TppTables, best_path
+from chunkcache.kernels.work import DeviceCosts, cut_plan, plan_tables
 
 if TYPE_CHECKING:
     import torch
@@ -101,10 +101,42 @@ def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -
         StalePlanError: the plan is closed.
         KernelError: the kernels could not be built or launched.
     """
-    device = kv.k.device.index
-    head_dim, num_kv_heads = kv.k.shape[3], kv.k.shape[2]
+    call = prepare(plan.num_rows, q, kv, options, out, lse)
+    attention = attention_of(kv, call.q.shape[1])
+    tables = device_tables(plan, attention, stream_of(attention.device))
+    launch(attention, tables, kv, call, options)
+    return call.result(options)
+
+
+class Call(NamedTuple):
+    """The checked tensors of one call."""
+
+    q: "torch.Tensor"
+    out: "torch.Tensor"
+    lse: "torch.Tensor | None"
+
+    def result(self, options: Options) -> Any:
+        """Return out, or out and lse."""
+        return (self.out, self.lse) if options.return_lse else self.out
+
+
+def prepare(num_rows: int, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -> Call:
+    """Check the tensors of one call, and make those that were not given.
+
+    Args:
+        num_rows: rows of q.
+        q: queries `[rows, num_qo_heads, head_dim]`.
+        kv: from `paged_kv`.
+        options: scale, cap, window, and whether lse is returned.
+        out: where the output goes, or None.
+        lse: where the log-sum-exp goes, or None.
+
+    Raises:
+        InvalidConfigError: an argument that is not allowed.
+    """
+    device, head_dim = kv.k.device.index, kv.k.shape[3]
     dims = ("rows", "num_qo_heads", "head_dim")
-    queries = Wanted(dims, (plan.num_rows, None, head_dim), (dtype_name(kv.k),), device)
+    queries = Wanted(dims, (num_rows, None, head_dim), (dtype_name(kv.k),), device)
     q = check("q", q, queries)
     check_aligned("q", q, 16)
     torch = sys.modules["torch"]
@@ -121,21 +153,48 @@ def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -
         raise InvalidConfigError(
             f"window_left: got {options.window_left}, allowed is -1 (none) or more"
         )
-    attention = TppAttention(
+    return Call(q, out, lse)
+
+
+def attention_of(kv: PagedKv, num_qo_heads: int) -> TppAttention:
+    """Return the kernel for pages and a number of query heads, for the device's best path.
+
+    Raises:
+        InvalidConfigError: a head shape that no kernel was written for.
+    """
+    device = kv.k.device.index
+    return TppAttention(
         device,
-        ELEMENTS[dtype_name(q)],
-        q.shape[1],
-        num_kv_heads,
-        head_dim,
-        "sm_90" if limits(device).capability == (9, 0) else "sm_80",
+        ELEMENTS[dtype_name(kv.k)],
+        num_qo_heads,
+        kv.k.shape[2],
+        kv.k.shape[3],
+        best_path(device),
     )
-    stream = stream_of(device)
-    tables = device_tables(plan, attention, stream)
+
+
+def launch(
+    attention: TppAttention, tables: Tables, kv: PagedKv, call: Call, options: Options
+) -> None:
+    """Launch attention on torch's current stream.
+
+    Args:
+        attention: from `attention_of`.
+        tables: the step's tables, cut for its heads.
+        kv: from `paged_kv`.
+        call: from `prepare`.
+        options: scale, cap, window.
+
+    Raises:
+        KernelError: the kernels could not be built or launched.
+    """
+    q, out, lse = call
     k, v = (
         Strides(*(stride * x.element_size() for stride in (x.stride(0), x.stride(2), x.stride(1))))
         for x in kv
     )
-    launch = attention.launch(
+    scale = attention.head_dim**-0.5 if options.sm_scale is None else options.sm_scale
+    attention.launch(
         tables,
         Pages(kv.k.data_ptr(), kv.v.data_ptr(), k, v, kv.k.shape[0], kv.k.shape[1]),
         Operands(
@@ -147,15 +206,9 @@ def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -
             out_head=out.stride(1),
             lse=0 if lse is None else lse.data_ptr(),
         ),
-        Scores(
-            head_dim**-0.5 if options.sm_scale is None else options.sm_scale,
-            options.logits_soft_cap or 0.0,
-            options.window_left,
-        ),
+        Scores(scale, options.logits_soft_cap or 0.0, options.window_left),
         overlap=True,
-    )
-    launch.run(stream)
-    return (out, lse) if options.return_lse else out
+    ).run(stream_of(attention.device))
 
 
 def device_tables(plan: Plan, attention: TppAttention, stream: int) -> TppTables:
@@ -168,27 +221,22 @@ def device_tables(plan: Plan, attention: TppAttention, stream: int) -> TppTables
         raise StalePlanError("plan: got a closed one, allowed is an open plan")
     made = _tables.setdefault(plan, {})
     if attention not in made:
-        tables = plan_tables(plan)
-        costs = DeviceCosts(num_blocks=limits(attention.device).num_multiprocessors)
-        schedule = build_schedule(tables, attention.heads, costs)
+        costs = costs_of(attention.device)
+        schedule = cut_plan(plan, attention.heads, costs)
         made[attention] = TppTables(
-            attention.device, tables, schedule, attention.num_qo_heads, attention.head_dim, stream
+            attention.device,
+            plan_tables(plan),
+            schedule,
+            attention.num_qo_heads,
+            attention.head_dim,
+            stream,
         )
     return made[attention]
 
 
-def plan_tables(plan: Plan) -> PlanTables:
-    """Return a plan's context tables as arrays."""
-    page_size, num_qo_rows, order, sequences, segment_order, segments, page_ids = plan.tables()
-    return PlanTables(
-        page_size=page_size,
-        num_qo_rows=num_qo_rows,
-        order=order,
-        sequences=sequences.reshape(-1, 5),
-        segment_order=segment_order,
-        segments=segments.reshape(-1, 6),
-        page_ids=page_ids,
-    )
+def costs_of(device: int) -> DeviceCosts:
+    """Return a device's constants: an H200's, for its number of multiprocessors."""
+    return DeviceCosts(num_blocks=limits(device).num_multiprocessors)
 
 
 def write_kv(k: Any, v: Any, slot_mapping: Any, kv: PagedKv) -> None:
@@ -205,15 +253,11 @@ def write_kv(k: Any, v: Any, slot_mapping: Any, kv: PagedKv) -> None:
     """
     device = kv.k.device.index
     dims = ("rows", "num_kv_heads", "head_dim")
-    k = check("k", k, Wanted(dims, (None, *kv.k.shape[2:]), tuple(ELEMENTS), device))
+    wanted = Wanted(("rows",), (None,), ("int64",), device)
+    slots = check("slot_mapping", slot_mapping, wanted, contiguous=True)
+    rows = slots.shape[0]
+    k = check("k", k, Wanted(dims, (rows, *kv.k.shape[2:]), tuple(ELEMENTS), device))
     v = check("v", v, Wanted(dims, tuple(k.shape), (dtype_name(k),), device))
-    rows = k.shape[0]
-    slots = check(
-        "slot_mapping",
-        slot_mapping,
-        Wanted(("rows",), (rows,), ("int64",), device),
-        contiguous=True,
-    )
     check_aligned("k", k, 16)
     check_aligned("v", v, 16)
     if rows == 0:
@@ -298,7 +342,7 @@ class Arena(NamedTuple):
         device = self.pages.device.index
         rows = np.zeros((len(copies), 4), dtype=np.int32)
         rows[:, :3] = copies
-        on_device = torch.from_numpy(rows).to(self.pages.device)
+        on_device = torch.from_numpy(rows).pin_memory().to(self.pages.device, non_blocking=True)
         size = self.pages.element_size()
         params = struct.pack(
             "<2Q2q4I",

@@ -5,7 +5,7 @@ head shape. Addresses are plain integers, so that the module needs neither torch
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -29,8 +29,8 @@ from chunkcache.kernels.params import (
     TableAddresses,
     tpp_params,
 )
-from chunkcache.kernels.schedule import STAGE_KEYS, Heads, PlanTables, Schedule
 from chunkcache.kernels.table import find
+from chunkcache.kernels.work import STAGE_KEYS, Heads, PlanTables, Schedule
 
 Path = Literal["sm_90", "sm_80"]
 
@@ -61,6 +61,11 @@ class Pages:
     page_size: int
 
 
+def best_path(device: int) -> Path:
+    """Return the path of a device's best kernels."""
+    return "sm_90" if limits(device).capability == (9, 0) else "sm_80"
+
+
 class DeviceWords:
     """Device memory owned by this object, freed with it."""
 
@@ -79,16 +84,29 @@ class DeviceWords:
         check(cu.cuMemcpyHtoDAsync(self.address, data.ctypes.data, data.nbytes, stream), "copy")
         check(cu.cuStreamSynchronize(stream), "cuStreamSynchronize")
 
-    def zero(self, stream: int) -> None:
-        """Set every byte to 0."""
+    def fill(self, word: int, stream: int) -> None:
+        """Set every 32-bit word."""
         activate(self._device)
-        check(driver().cuMemsetD8Async(self.address, 0, max(self.num_bytes, 1), stream), "memset")
+        words = max(self.num_bytes // 4, 1)
+        check(driver().cuMemsetD32Async(self.address, word, words, stream), "memset")
 
     def __del__(self) -> None:
         """Free the memory."""
         address = self.__dict__.pop("address", None)
         if address is not None:
             driver().cuMemFree(address)
+
+
+class Tables(Protocol):
+    """A step's tables on the device, with the workspace of its launches."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+
+    @property
+    def addresses(self) -> TableAddresses:
+        """Where the tables and the workspace are."""
 
 
 class TppTables:
@@ -111,7 +129,7 @@ class TppTables:
         Args:
             device: CUDA ordinal.
             plan: the context tables.
-            schedule: `build_schedule(plan, ...)`.
+            schedule: `cut_plan(plan, ...)`.
             num_qo_heads: query heads.
             head_dim: columns of a partial state.
             stream: handle of the stream to copy on.
@@ -141,7 +159,7 @@ class TppTables:
         self._tables.write(np.concatenate(words), stream)
         arrivals = 4 * len(schedule.tokens) * num_qo_heads
         self._counters = DeviceWords(device, 256 + arrivals)
-        self._counters.zero(stream)
+        self._counters.fill(0, stream)
         lse_bytes = -(-4 * schedule.num_slots // 256) * 256
         self._partials = DeviceWords(device, lse_bytes + 4 * schedule.num_slots * head_dim)
         base = self._tables.address
@@ -188,7 +206,7 @@ class TppAttention:
 
     @property
     def heads(self) -> Heads:
-        """The head shape for `build_schedule`."""
+        """The head shape that items are cut for."""
         return Heads(
             self.num_kv_heads, self.num_qo_heads // self.num_kv_heads, self._consumer_warps
         )
@@ -218,7 +236,7 @@ class TppAttention:
 
     def launch(
         self,
-        tables: TppTables,
+        tables: Tables,
         pages: Pages,
         operands: Operands,
         scores: Scores,

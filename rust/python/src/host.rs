@@ -13,7 +13,7 @@ use crate::arrays::{View, dtype_from_name};
 use crate::options::{Options, workers};
 use crate::plan::PyPlan;
 use crate::results::Committed;
-use crate::shared::{Shared, Store};
+use crate::shared::{Backing, Shared, Store};
 use crate::tree::PyPrefixTree;
 
 /// A tree and the K/V of its chunks: what `chunkcache.ChunkCache` is on the CPU. Its arguments have
@@ -69,7 +69,7 @@ impl HostCache {
         let tree = tree.into_python(py)?;
         let kv = RwLock::new(HostKv::new(config).into_python(py)?);
         let store = Arc::new(Store { kv, workers: workers(num_threads).into_python(py)? });
-        let shared = Shared::new(tree, Some(Arc::clone(&store)));
+        let shared = Shared::new(tree, Backing::Host(Arc::clone(&store)));
         Ok(Self { shared, store, config })
     }
 

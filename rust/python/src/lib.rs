@@ -3,6 +3,7 @@
 mod args;
 mod arrays;
 mod attention;
+mod device;
 mod errors;
 mod host;
 mod numpy;
@@ -12,6 +13,7 @@ mod results;
 mod shared;
 mod tokens;
 mod tree;
+mod work;
 
 use pyo3::prelude::*;
 
@@ -23,6 +25,8 @@ mod _core {
         available_isas, merge_states, partial_attention, plan_from_block_tables, plan_from_csr, run,
     };
     #[pymodule_export]
+    use crate::device::DeviceCache;
+    #[pymodule_export]
     use crate::host::HostCache;
     #[pymodule_export]
     use crate::plan::PyPlan;
@@ -33,6 +37,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::tree::PyPrefixTree;
+    #[pymodule_export]
+    use crate::work::cut_tables;
 
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "Python's name for it")]

@@ -12,6 +12,7 @@ use crate::args::IntoPython;
 use crate::numpy::{int64_array, uint32_array};
 use crate::results::{Committed, Inherited};
 use crate::shared::{LONG, Shared};
+use crate::work::{WorkArrays, cutter, work_arrays};
 
 /// Whose tables they are.
 #[derive(Debug)]
@@ -20,11 +21,11 @@ enum Tables {
     Blocks(Box<BlockTablePlanner>),
 }
 
-/// An open plan and its tables.
+/// An open plan and its tables; none once they serve a later plan.
 #[derive(Debug)]
 struct Open {
     plan: Plan,
-    tables: Tables,
+    tables: Option<Tables>,
 }
 
 /// A plan's rows, which outlive it.
@@ -122,7 +123,7 @@ impl PyPlan {
             qo_indptr: plan.qo_indptr().iter().map(|&row| row.into()).collect(),
         };
         let epoch = plan.epoch();
-        let open = RwLock::new(Some(Open { plan, tables }));
+        let open = RwLock::new(Some(Open { plan, tables: Some(tables) }));
         Self { open, shared, epoch, rows, arrays: PyOnceLock::new() }
     }
 
@@ -152,10 +153,44 @@ impl PyPlan {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         let Open { plan, tables } = open.as_ref().ok_or_else(|| self.stale())?;
         let view = match tables {
-            Tables::Tree(planner) => plan.view(planner.image())?,
-            Tables::Blocks(planner) => plan.view(planner.image())?,
+            Some(Tables::Tree(planner)) => plan.view(planner.image())?,
+            Some(Tables::Blocks(planner)) => plan.view(planner.image())?,
+            None => return Err(self.stale()),
         };
         work(&view, &self.rows.slot_mapping)
+    }
+
+    /// Runs `work` on the plan and the planner of its tables.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`] if the plan is closed or its tables serve a later one;
+    /// [`Error::InvalidConfig`] for a plan over block tables.
+    pub fn with_planner<T>(
+        &self,
+        work: impl FnOnce(&mut Plan, &mut Planner) -> Result<T>,
+    ) -> Result<T> {
+        let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
+        match open.as_mut() {
+            Some(Open { plan, tables: Some(Tables::Tree(planner)) }) => work(plan, planner),
+            Some(Open { tables: Some(Tables::Blocks(_)), .. }) => {
+                let given = "a plan over block tables";
+                Err(Error::invalid("plan", given, "a plan of a tree"))
+            }
+            _ => Err(self.stale()),
+        }
+    }
+
+    /// Takes the planner out of an open plan of a tree, if it is still there.
+    pub fn take_planner(&self) -> Option<Planner> {
+        let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
+        let tables = &mut open.as_mut()?.tables;
+        match tables.take()? {
+            Tables::Tree(planner) => Some(*planner),
+            blocks @ Tables::Blocks(_) => {
+                *tables = Some(blocks);
+                None
+            }
+        }
     }
 
     /// Fails unless the plan is one of this tree.
@@ -195,7 +230,7 @@ impl PyPlan {
                 End::Commit => state.tree.commit_step(step)?,
                 End::Abort => state.tree.abort_step(step)?,
             };
-            if let Some(Open { tables: Tables::Tree(planner), .. }) = open.take() {
+            if let Some(Open { tables: Some(Tables::Tree(planner)), .. }) = open.take() {
                 state.keep_planner(*planner);
             }
             state.copy(&committed.copies)?;
@@ -268,6 +303,36 @@ impl PyPlan {
             array(&copied.segments)?,
             array(&copied.page_ids)?,
         ))
+    }
+
+    /// Cut the step into work items for the GPU kernel.
+    ///
+    /// Args:
+    ///     heads: K/V heads, query heads per K/V head, warps of a block that compute.
+    ///     costs: blocks of the grid, and what an item, a tile of rows and a partial row cost.
+    ///
+    /// Returns:
+    ///     uint32 arrays of items, query tokens, partial states by token, and rows without keys (all
+    ///     flat), and the number of partial slots.
+    ///
+    /// Raises:
+    ///     StalePlanError: the plan is closed.
+    ///     InvalidConfigError: heads or costs that are not allowed.
+    fn cut<'py>(
+        &self,
+        py: Python<'py>,
+        heads: (u32, u32, u32),
+        costs: (u32, f32, f32, f32),
+    ) -> PyResult<WorkArrays<'py>> {
+        let cutter = py.detach(|| {
+            let mut cutter = cutter(heads, costs)?;
+            self.read(|view, _| {
+                cutter.cut(view);
+                Ok(())
+            })?;
+            Ok(cutter)
+        });
+        work_arrays(py, cutter.into_python(py)?.work())
     }
 
     /// Count the step's tokens as written, and close the plan. Plans of one tree are committed in the

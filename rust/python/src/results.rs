@@ -185,6 +185,11 @@ result! {
         fragmentation: f64,
         /// The paper's bound of that loss, (c - 1) / n per sequence, over all live sequences.
         fragmentation_bound: f64,
+        /// Transfers of tables to the device so far, one for each step whose structure differs from
+        /// that of the step before; 0 on the CPU.
+        table_copies: u64,
+        /// The bytes of these.
+        table_bytes_copied: u64,
     }
 }
 
@@ -291,6 +296,8 @@ impl From<tree::TreeStats> for Stats {
             estimated_capacity_multiplier: stats.estimated_capacity_multiplier,
             fragmentation: stats.fragmentation,
             fragmentation_bound: stats.fragmentation_bound,
+            table_copies: 0,
+            table_bytes_copied: 0,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use chunkcache::attention::Workers;
 use chunkcache::error::Result;
 use chunkcache::kv::HostKv;
-use chunkcache::plan::{Limits, Plan, Planner};
+use chunkcache::plan::{Cutter, DeviceCosts, HeadShape, Limits, Plan, Planner, WorkLimits};
 use chunkcache::tree::{CopyChunk, PrefixTree, SeqHandle, StepId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -25,6 +25,43 @@ pub struct Store {
     pub workers: Workers,
 }
 
+/// What plans for a device have beside their tables, and what is still to be done there.
+#[derive(Debug)]
+pub struct Device {
+    /// The head shape that work items are cut for.
+    pub shape: HeadShape,
+    /// The device's constants.
+    pub costs: DeviceCosts,
+    /// The capacities of the work items' sections in new tables.
+    pub work: WorkLimits,
+    /// Copies of K/V that operations have asked for, in order.
+    pub copies: Vec<CopyChunk>,
+    /// Transfers of tables to the device so far, and their bytes.
+    pub table_copies: u64,
+    pub table_bytes_copied: u64,
+}
+
+impl Device {
+    /// A cutter for the present head shape.
+    ///
+    /// # Errors
+    /// As [`Cutter::new`].
+    pub fn cutter(&self) -> Result<Cutter> {
+        Cutter::new(self.shape, self.costs)
+    }
+}
+
+/// Where the K/V of the chunks is.
+#[derive(Debug)]
+pub enum Backing {
+    /// Not ours: a tree alone.
+    None,
+    /// In host memory.
+    Host(Arc<Store>),
+    /// On a device, which the Python side works on.
+    Device(Box<Device>),
+}
+
 /// What the lock guards.
 #[derive(Debug)]
 pub struct State {
@@ -32,19 +69,26 @@ pub struct State {
     pub tree: PrefixTree,
     /// Tables of closed plans, to be brought up to date for the next ones.
     planners: Vec<Planner>,
-    store: Option<Arc<Store>>,
+    /// The K/V of the chunks.
+    pub backing: Backing,
 }
 
 impl State {
-    /// Makes the copies that an operation of the tree has asked for, if the K/V is ours.
-    pub fn copy(&self, copies: &[CopyChunk]) -> Result<()> {
-        let Some(store) = self.store.as_ref().filter(|_| !copies.is_empty()) else { return Ok(()) };
-        let mut kv = store.kv.write().unwrap_or_else(PoisonError::into_inner);
-        for copy in copies {
-            // A step may be committed without ever writing; its K/V is anything then.
-            if kv.has_memory(copy.src) {
-                kv.copy_chunk_head(copy.src, copy.dst, copy.num_tokens)?;
+    /// Makes the copies that an operation of the tree has asked for, if the K/V is ours; on a device
+    /// they are noted and made before anything else is done there.
+    pub fn copy(&mut self, copies: &[CopyChunk]) -> Result<()> {
+        match &mut self.backing {
+            Backing::Host(store) if !copies.is_empty() => {
+                let mut kv = store.kv.write().unwrap_or_else(PoisonError::into_inner);
+                for copy in copies {
+                    // A step may be committed without ever writing; its K/V is anything then.
+                    if kv.has_memory(copy.src) {
+                        kv.copy_chunk_head(copy.src, copy.dst, copy.num_tokens)?;
+                    }
+                }
             }
+            Backing::Device(device) => device.copies.extend_from_slice(copies),
+            Backing::Host(_) | Backing::None => {}
         }
         Ok(())
     }
@@ -56,14 +100,16 @@ impl State {
         batch: &[Option<SeqHandle>],
         qo_indptr: Option<&[u32]>,
     ) -> Result<(Plan, Planner)> {
-        let fits = |planner: &Planner| {
-            planner.image().layout().limits.max_sequences as usize >= batch.len()
-        };
-        let mut planner = match self.planners.pop().filter(fits) {
+        let kept = self.planners.pop().filter(|planner| self.fits(planner, batch.len()));
+        let mut planner = match kept {
             Some(planner) => planner,
-            None => Planner::new(self.tree.chunk_size() as u32, self.limits(batch.len()))?,
+            None => self.new_planner(batch.len())?,
         };
-        let plan = planner.plan(&mut self.tree, batch, qo_indptr);
+        let mut plan = planner.plan(&mut self.tree, batch, qo_indptr);
+        if plan.is_err() && self.enlarge(&planner) {
+            planner = self.new_planner(batch.len())?;
+            plan = planner.plan(&mut self.tree, batch, qo_indptr);
+        }
         match plan {
             Ok(plan) => Ok((plan, planner)),
             Err(error) => {
@@ -71,6 +117,47 @@ impl State {
                 Err(error)
             }
         }
+    }
+
+    fn fits(&self, planner: &Planner, num_sequences: usize) -> bool {
+        let has_shape = match &self.backing {
+            Backing::Device(device) => {
+                planner.cutter().is_some_and(|cutter| cutter.shape() == device.shape)
+            }
+            Backing::Host(_) | Backing::None => true,
+        };
+        has_shape && planner.image().layout().limits.max_sequences as usize >= num_sequences
+    }
+
+    fn new_planner(&self, num_sequences: usize) -> Result<Planner> {
+        let (page_size, limits) = (self.tree.chunk_size() as u32, self.limits(num_sequences));
+        match &self.backing {
+            Backing::Device(device) => {
+                Planner::with_items(page_size, limits, device.work, device.cutter()?)
+            }
+            Backing::Host(_) | Backing::None => Planner::new(page_size, limits),
+        }
+    }
+
+    /// Makes room in new tables for the work items of a step that this planner refused for want of
+    /// it; false if that was not the reason.
+    fn enlarge(&mut self, planner: &Planner) -> bool {
+        let (Backing::Device(device), Some(needed)) = (&mut self.backing, planner.work_needed())
+        else {
+            return false;
+        };
+        let held = planner.image().layout().work;
+        let larger = |needed: u32, held: u32| match needed > held {
+            true => needed.checked_next_power_of_two().unwrap_or(needed),
+            false => held,
+        };
+        let work = WorkLimits {
+            max_items: larger(needed.max_items, held.max_items),
+            max_rows: larger(needed.max_rows, held.max_rows),
+            max_merges: larger(needed.max_merges, held.max_merges),
+        };
+        device.work = work;
+        work != held
     }
 
     /// The usual capacities of tables, or larger ones for a larger batch.
@@ -109,15 +196,16 @@ impl State {
 #[derive(Debug)]
 pub struct Shared {
     state: Mutex<State>,
-    /// Whether operations copy K/V, and so may have to wait until attention has read it.
+    /// Whether operations copy K/V themselves, and so may have to wait until attention has read it.
     has_store: bool,
 }
 
 impl Shared {
     /// A tree, with the K/V of its chunks or without.
-    pub fn new(tree: PrefixTree, store: Option<Arc<Store>>) -> Arc<Self> {
-        let has_store = store.is_some();
-        Arc::new(Self { state: Mutex::new(State { tree, planners: Vec::new(), store }), has_store })
+    pub fn new(tree: PrefixTree, backing: Backing) -> Arc<Self> {
+        let has_store = matches!(backing, Backing::Host(_));
+        let state = State { tree, planners: Vec::new(), backing };
+        Arc::new(Self { state: Mutex::new(state), has_store })
     }
 
     /// Runs an operation on the tree. `is_long` says whether it may take long enough for other

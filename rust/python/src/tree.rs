@@ -14,7 +14,7 @@ use crate::results::{
     Committed, ForkResult, Inherited, InsertResult, PrefixMatch, SequenceInfo, Stats,
     TruncateResult,
 };
-use crate::shared::{LONG, Shared};
+use crate::shared::{Backing, LONG, Shared};
 use crate::tokens::Tokens;
 
 /// A prefix tree of token sequences over a pool of fixed-size chunks.
@@ -61,7 +61,7 @@ impl PyPrefixTree {
     ) -> PyResult<Self> {
         let config = TreeConfig { enable_prefix_sharing, ..TreeConfig::new(capacity, chunk_size) };
         let tree = PrefixTree::new(config).into_python(py)?;
-        Ok(Self::from_shared(Shared::new(tree, None), capacity, chunk_size))
+        Ok(Self::from_shared(Shared::new(tree, Backing::None), capacity, chunk_size))
     }
 
     /// Chunks in the pool.
@@ -458,8 +458,17 @@ impl PyPrefixTree {
 
     /// Return the accounts of the pool and what was queried, hit and evicted so far.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
-        let stats = self.shared.with(py, false, |state| Ok(state.tree.stats()))?;
-        Ok(stats.into())
+        self.shared.with(py, false, |state| {
+            let stats = Stats::from(state.tree.stats());
+            Ok(match &state.backing {
+                Backing::Device(device) => Stats {
+                    table_copies: device.table_copies,
+                    table_bytes_copied: device.table_bytes_copied,
+                    ..stats
+                },
+                Backing::Host(_) | Backing::None => stats,
+            })
+        })
     }
 
     /// Check the numbered invariants of the tree and its pool, for tests; the time grows with the

@@ -1,5 +1,6 @@
 //! Host storage of K and V, and views of K/V and row arrays that others own.
 
+mod copies;
 mod dtype;
 mod host;
 pub(crate) mod layout;
@@ -8,6 +9,7 @@ mod paged;
 pub(crate) mod rows;
 mod slab;
 
+pub use copies::independent_runs;
 pub use dtype::{Dtype, Element};
 pub use host::HostKv;
 pub use layout::{KvConfig, KvLayout};

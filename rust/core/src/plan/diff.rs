@@ -70,6 +70,22 @@ impl Image {
         diff(false, coalesce(ranges))
     }
 
+    /// [`Image::diff_since`] for a copy that follows several images, as the copy on the device may:
+    /// all words if it holds another one now, or if the changes would be more to send.
+    pub fn diff_for(&self, image_id: u64, version: u64) -> Diff {
+        let whole = || self.diff_since(0);
+        if image_id != self.id() {
+            return whole();
+        }
+        let diff = self.diff_since(version);
+        if diff.patch_words() > self.max_patch_words() { whole() } else { diff }
+    }
+
+    /// Words of the longest patch that [`Image::diff_for`] asks for.
+    pub fn max_patch_words(&self) -> usize {
+        PATCH_HEADER + PATCH_RANGE + self.words().len()
+    }
+
     /// Writes the patch that carries `diff` into `staging` and returns its length in words.
     ///
     /// A patch is, in words: advance (0 or 1); number of ranges n; n times (first word of the

@@ -38,6 +38,7 @@
 //! structural change has nothing to overwrite.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::indices::common_prefix;
 use super::items::{ItemRow, Work};
@@ -70,6 +71,7 @@ pub(super) struct Change {
 /// The tables of the current step, in words, with the changes of the last few versions.
 #[derive(Debug)]
 pub struct Image {
+    id: u64,
     words: Vec<u32>,
     layout: Layout,
     version: u64,
@@ -122,7 +124,14 @@ impl Image {
             words[index] = value;
         }
         let advanced_at = vec![0; limits.max_sequences as usize];
-        Ok(Self { words, layout, version: 1, journal: VecDeque::new(), advanced_at })
+        static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { id, words, layout, version: 1, journal: VecDeque::new(), advanced_at })
+    }
+
+    /// A number that no other image of the process has, for copies that follow several.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// The version of the tables: 1 when made, one more with each plan.

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkcache.errors import InvalidConfigError
-from chunkcache.kernels.schedule import (
+from chunkcache.kernels.work import (
     ITEM_HEAD_WORDS,
     NONE,
     DeviceCosts,
     Heads,
     PlanTables,
     Schedule,
-    build_schedule,
+    cut_tables,
 )
 
 from .trees import Node, build
@@ -99,12 +99,12 @@ def test_every_key_once(groups, page_size, qo_len, group, num_kv_heads, warps, n
     rng = np.random.default_rng(3)
     plan = build(roots, page_size, 5000, rng).tables
     heads = Heads(num_kv_heads, group, warps)
-    cover(plan, build_schedule(plan, heads, DeviceCosts(num_blocks=num_blocks)), heads)
+    cover(plan, cut_tables(plan, heads, DeviceCosts(num_blocks=num_blocks)), heads)
 
 
 def test_rows_without_keys_are_listed():
     plan = build([Node(10, ends=((1, 0),))], 16, 4, np.random.default_rng(0), padding=3).tables
-    schedule = build_schedule(plan, Heads(1, 1, 8))
+    schedule = cut_tables(plan, Heads(1, 1, 8))
     named = set(schedule.tokens[:, 0].tolist())
     assert sorted(named | set(schedule.pad_rows.tolist())) == [0, 1, 2, 3]
     assert len(schedule.pad_rows) == 3
@@ -113,4 +113,4 @@ def test_rows_without_keys_are_listed():
 def test_too_many_query_heads_are_refused():
     plan = build([Node(10, ends=((1, 0),))], 16, 4, np.random.default_rng(0)).tables
     with pytest.raises(InvalidConfigError, match="num_qo_heads / num_kv_heads: got 129"):
-        build_schedule(plan, Heads(1, 129, 8))
+        cut_tables(plan, Heads(1, 129, 8))

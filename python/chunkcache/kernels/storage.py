@@ -1,0 +1,352 @@
+"""K and V of a `ChunkCache` on a CUDA device: the arena, and the launches of its steps.
+
+All work of one cache is in one order, whatever streams it is submitted to: where the stream
+changes, the new one waits for what the old one has been given. So a chunk that is freed or evicted
+is written again only after everything that reads it.
+"""
+
+import operator
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from chunkcache._core import DeviceCache, Plan
+from chunkcache.errors import InvalidConfigError, KernelError
+from chunkcache.kernels import frontend
+from chunkcache.kernels.driver import activate, check, driver
+from chunkcache.kernels.exposed import halves
+from chunkcache.kernels.image import DeviceImage, TableState, Workspace
+from chunkcache.kernels.streams import StreamOrder, use_stream
+from chunkcache.kernels.tensors import ELEMENTS
+from chunkcache.kernels.tpp import HEAD_DIMS, DeviceWords, TppAttention, best_path
+
+if TYPE_CHECKING:
+    import torch
+
+    from chunkcache.kernels.graphs import CapturedStep
+
+
+class KvShape(NamedTuple):
+    """The sizes of a cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    chunk_size: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk's K and V over all layers."""
+        rows = self.num_layers * 2 * self.num_kv_heads * self.chunk_size
+        return rows * self.head_dim * 2
+
+
+def check_shape(shape: KvShape) -> None:
+    """Refuse what the kernels were not written for.
+
+    Raises:
+        InvalidConfigError: a size or a dtype that is not allowed on a CUDA device.
+    """
+    for name, size in (("num_layers", shape.num_layers), ("num_kv_heads", shape.num_kv_heads)):
+        if not isinstance(size, int) or size < 1:
+            raise InvalidConfigError(f"{name}: got {size!r}, allowed is an integer of 1 or more")
+    if shape.dtype not in ("float16", "bfloat16"):
+        raise InvalidConfigError(
+            f"dtype: got {shape.dtype}, allowed on a CUDA device is float16 or bfloat16"
+        )
+    if shape.head_dim not in HEAD_DIMS:
+        raise InvalidConfigError(
+            f"head_dim: got {shape.head_dim!r}, allowed on a CUDA device is {HEAD_DIMS}"
+        )
+    if shape.chunk_size not in range(16, 129, 16):
+        raise InvalidConfigError(
+            f"chunk_size: got {shape.chunk_size!r}, allowed is 16 to 128, a multiple of 16"
+        )
+
+
+class DeviceStorage:
+    """The device's half of a cache.
+
+    Attributes:
+        host: the half on the host: the tree and the plans' tables.
+        device: CUDA ordinal.
+        shape: the sizes.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        shape: KvShape,
+        capacity: int,
+        num_qo_heads: int | None,
+        enable_prefix_sharing: bool,
+    ) -> None:
+        """Allocate the arena.
+
+        Args:
+            device: CUDA ordinal.
+            shape: the sizes.
+            capacity: chunks.
+            num_qo_heads: query heads that plans are cut for at first; those of the first `attend`
+                if None.
+            enable_prefix_sharing: without it nothing is shared.
+
+        Raises:
+            InvalidConfigError: sizes that are not allowed.
+            KernelError: no device or driver, or too little device memory.
+        """
+        check_shape(shape)
+        heads = shape.num_kv_heads if num_qo_heads is None else num_qo_heads
+        attention = self._attention_for(device, shape, heads)
+        self.device = device
+        self.shape = shape
+        self._memory = DeviceWords(device, shape.chunk_bytes * capacity)
+        self.host = DeviceCache(
+            self._memory.address,
+            (
+                shape.num_layers,
+                capacity,
+                shape.num_kv_heads,
+                shape.chunk_size,
+                shape.head_dim,
+                2,
+            ),
+            attention.heads.packed(),
+            frontend.costs_of(device).packed(),
+            enable_prefix_sharing,
+        )
+        dtype = getattr(sys.modules["torch"], shape.dtype)
+        sizes = (capacity, 2, shape.num_kv_heads, shape.chunk_size, shape.head_dim)
+        self._layers = [
+            halves(self._memory, self.host.layer(layer)[0], sizes, dtype, device)
+            for layer in range(shape.num_layers)
+        ]
+        pages = (shape.num_layers, *sizes)
+        self._arena = frontend.Arena(
+            halves(self._memory, self._memory.address, pages, dtype, device)
+        )
+        self._order = StreamOrder(device)
+        self._lock = threading.RLock()
+        self._image: DeviceImage | None = None
+        self._workspace: Workspace | None = None
+        self._capturing: CapturedStep | None = None
+
+    @staticmethod
+    def _attention_for(device: int, shape: KvShape, num_qo_heads: int) -> TppAttention:
+        element = ELEMENTS[shape.dtype]
+        return TppAttention(
+            device,
+            element,
+            num_qo_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            best_path(device),
+        )
+
+    @contextmanager
+    def submitting(self, stream: Any = None) -> Iterator[int]:
+        """Give work to a stream, after all that the cache has been given before.
+
+        Args:
+            stream: a torch stream or a handle; torch's current stream if None.
+
+        Yields:
+            The stream's handle.
+        """
+        torch: Any = sys.modules["torch"]
+        with self._lock, torch.cuda.device(self.device), use_stream(stream, self.device) as handle:
+            if self._capturing is None:
+                self._order.enter(handle)
+                self._make_copies()
+            yield handle
+
+    def _make_copies(self) -> None:
+        for run in self.host.take_copies():
+            self._arena.copy_chunk_heads(run)
+
+    def kv_layer(self, layer: int) -> "torch.Tensor":
+        """Return one layer `[chunks, 2, num_kv_heads, chunk_size, head_dim]`, without a copy."""
+        with self.submitting():
+            return self._layer(layer)
+
+    def _layer(self, layer: int) -> "torch.Tensor":
+        if not isinstance(layer, int) or not 0 <= layer < self.shape.num_layers:
+            allowed = f"an integer from 0 to {self.shape.num_layers - 1}"
+            raise InvalidConfigError(f"layer: got {layer!r}, allowed is {allowed}")
+        return self._layers[layer]
+
+    def write_kv(self, layer: int, k: Any, v: Any, plan: Plan, stream: Any) -> None:
+        """Write one layer's K and V of a step; see `ChunkCache.write_kv`."""
+        kv = _paged(self._layer(layer))
+        with self.submitting(stream) as handle:
+            image = self._synced(plan, handle)
+            slots = image.slot_mapping[: plan.num_rows]
+            frontend.write_kv(k, v, slots, kv)
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        plan: Plan,
+        options: frontend.Options,
+        out: Any,
+        lse: Any,
+        stream: Any,
+    ) -> Any:
+        """Attention of a step's queries in one layer; see `ChunkCache.attend`."""
+        kv = _paged(self._layer(layer))
+        with self.submitting(stream) as handle:
+            call = frontend.prepare(plan.num_rows, q, kv, options, out, lse)
+            attention = self._attention_for(self.device, self.shape, call.q.shape[1])
+            image = self._synced(plan, handle, attention)
+            workspace = self._workspace_for(TableState.of(self.host, plan), handle)
+            frontend.launch(attention, image.tables(workspace), kv, call, options)
+            return call.result(options)
+
+    def read_kv(
+        self, layer: int, seq: int, begin: int, end: int, stream: Any
+    ) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """Read one layer's K and V of a sequence's tokens; see `ChunkCache.read_kv`."""
+        pages = self._layer(layer)
+        torch: Any = sys.modules["torch"]
+        size = self.shape.chunk_size
+        with self.submitting(stream):
+            chunks = torch.tensor(self.host.chunks_of(seq, begin, end), dtype=torch.int64)
+            index = chunks.pin_memory().to(pages.device, non_blocking=True)
+            found = pages.index_select(0, index).permute(1, 0, 3, 2, 4)
+            first = begin // size * size
+            rows = found.reshape(2, -1, self.shape.num_kv_heads, self.shape.head_dim)
+            k, v = rows[:, begin - first : end - first]
+            return k, v
+
+    def _synced(
+        self, plan: Plan, stream: int, attention: TppAttention | None = None
+    ) -> DeviceImage:
+        """Return the image, brought to a plan's tables (cut for the kernel's heads, if given)."""
+        state = TableState.of(self.host, plan)
+        if attention is not None and state.num_qo_heads != attention.num_qo_heads:
+            self.host.set_heads(plan, attention.heads.packed())
+            state = TableState.of(self.host, plan)
+        if self._capturing is not None:
+            return self._capturing.image_for(plan)
+        image = self.image_of(plan, state, stream)
+        if image.held != (state.image_id, state.version):
+            image.send(self.host, plan, state, stream)
+            image.apply(stream)
+        return image
+
+    def image_of(self, plan: Plan, state: TableState, stream: int) -> DeviceImage:
+        """Return the image for tables of this layout: the present one, or a new one."""
+        if self._image is None or self._image.layout != state.layout:
+            words = self.host.max_patch_words(plan)
+            size = self.shape.chunk_size
+            self._image = DeviceImage(self.device, state.layout, words, size, stream)
+        return self._image
+
+    def _workspace_for(self, state: TableState, stream: int) -> Workspace:
+        if self._capturing is not None:
+            return self._capturing.workspace_for(state)
+        return self.workspace(state, state.num_slots, stream)
+
+    def workspace(self, state: TableState, num_slots: int, stream: int) -> Workspace:
+        """Return a workspace with room for so many partial states, the present one if it has."""
+        held, rows = self._workspace, state.layout.max_rows
+        if held is None or not held.has_room(num_slots, state.num_qo_heads, rows):
+            head_dim = self.shape.head_dim
+            held = Workspace(self.device, num_slots, state.num_qo_heads, head_dim, rows)
+            held.prepare(stream)
+            self._workspace = held
+        return held
+
+    @contextmanager
+    def capturing(self, step: "CapturedStep") -> Iterator[None]:
+        """Let launches be recorded by a captured step instead of run."""
+        with self._lock:
+            if self._capturing is not None:
+                raise KernelError("capture: got a second one, allowed is one at a time")
+            self._capturing = step
+            try:
+                yield
+            finally:
+                self._capturing = None
+
+
+def _paged(layer: "torch.Tensor") -> frontend.PagedKv:
+    return frontend.PagedKv(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2))
+
+
+def device_ordinal(device: Any) -> int | None:
+    """Return the CUDA ordinal that a device argument names, None for the CPU.
+
+    Raises:
+        InvalidConfigError: something else, or a device that is not there.
+    """
+    allowed = "'cpu', 'cuda', 'cuda:N', a CUDA ordinal or a torch.device"
+    if isinstance(device, int) and not isinstance(device, bool):
+        name, number = "cuda", str(device)
+    else:
+        name, _, number = str(device).partition(":")
+    if name == "cpu":
+        return None
+    if name != "cuda" or (number and not number.isdecimal()):
+        raise InvalidConfigError(f"device: got {device!r}, allowed is {allowed}")
+    try:
+        import torch
+    except ImportError as missing:
+        raise InvalidConfigError(
+            f"device: got {device!r}, which needs torch: pip install 'chunkcache[torch,cuda]'"
+        ) from missing
+    count = torch.cuda.device_count()
+    ordinal = int(number) if number else (torch.cuda.current_device() if count else 0)
+    if ordinal >= count:
+        raise InvalidConfigError(
+            f"device: got {device!r}, allowed is one of the {count} CUDA devices here"
+        )
+    return ordinal
+
+
+def num_chunks(
+    device: int,
+    shape: KvShape,
+    capacity: int | None,
+    capacity_bytes: int | None,
+    memory_fraction: float | None,
+) -> int:
+    """Return the chunks of an arena from the one of three sizes that is given.
+
+    Raises:
+        InvalidConfigError: a size that is no number in its range, or less than a chunk.
+        KernelError: no CUDA driver.
+    """
+    check_shape(shape)
+    if capacity is not None:
+        return _natural("capacity", capacity)
+    if capacity_bytes is not None:
+        name, given = "capacity_bytes", str(capacity_bytes)
+        num_bytes = _natural(name, capacity_bytes)
+    else:
+        name, given = "memory_fraction", str(memory_fraction)
+        if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
+            raise InvalidConfigError(f"{name}: got {given}, allowed is above 0 and up to 1")
+        activate(device)
+        free, _ = check(driver().cuMemGetInfo(), "cuMemGetInfo")
+        num_bytes = int(free * memory_fraction)
+    if num_bytes < shape.chunk_bytes:
+        raise InvalidConfigError(
+            f"{name}: got {given} ({num_bytes} bytes), allowed is at least the"
+            f" {shape.chunk_bytes} bytes of one chunk"
+        )
+    return num_bytes // shape.chunk_bytes
+
+
+def _natural(name: str, given: Any) -> int:
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(given, bool):
+        raise InvalidConfigError(f"{name}: got {given!r}, allowed is an integer of 1 or more")
+    return number
