@@ -24,7 +24,7 @@ NUM_CALLERS = 200
 NUM_WARM_UP_ROUNDS = 5
 ALLOWED_GROWTH = 24 << 20
 
-pytestmark = pytest.mark.timeout(120 + 60 * NUM_ROUNDS)
+pytestmark = pytest.mark.timeout(300 + 60 * NUM_ROUNDS)
 
 
 def _run(model, prompts) -> list[Record]:

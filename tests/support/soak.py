@@ -170,14 +170,24 @@ def make_prompts(seed: int, number: int = 24) -> list[list[int]]:
 async def soak(llm: AsyncLLM, prompts: list[list[int]], seed: int, num_callers: int) -> Record:
     """Run a round of callers, and check that every account is square after it."""
     callers = Callers(llm, prompts, seed)
-    # A hang would show here, by what still waits.
-    await asyncio.wait_for(callers.run(num_callers), 100)
+    await _finish(asyncio.create_task(callers.run(num_callers)), llm, callers.record)
     # Iterators that were left are closed by the event loop.
     for _ in range(20):
         await asyncio.sleep(0)
     await llm.check_accounts()
     assert llm.llm.engine.num_unfinished == 0
     return callers.record
+
+
+async def _finish(task: asyncio.Task[None], llm: AsyncLLM, record: Record) -> None:
+    """Wait for a round, as long as it gets on, however slow the machine is."""
+    progress = None
+    while not (await asyncio.wait({task}, timeout=60))[0]:
+        before, progress = progress, (llm.stats.num_steps, record.ends.total())
+        if progress == before:
+            task.cancel()
+            raise AssertionError(f"no step and no caller ended for a minute, after {progress}")
+    task.result()
 
 
 class Alone:
