@@ -111,6 +111,10 @@ bench: setup ## Run the benchmarks
 	$(BIN)/python benches/attention.py
 	$(BIN)/python benches/prefill_gap.py
 
+.PHONY: bench-serve
+bench-serve: setup ## Serve the paper's workloads with sharing, without, and with transformers (an hour)
+	$(BIN)/chunkcache bench serve
+
 .PHONY: dist-check
 dist-check: $(STAMPS)/tools ## Build the sdist and a wheel from it, and try that wheel
 	$(BIN)/python tools/dist_check.py

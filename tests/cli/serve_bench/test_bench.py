@@ -13,9 +13,12 @@ from chunkcache.cli.serve_bench import bench as bench_module
 from chunkcache.cli.serve_bench.bench import run_bench
 from chunkcache.cli.serve_bench.clock import VirtualClock
 from chunkcache.cli.serve_bench.contenders import EngineContender
+from chunkcache.cli.serve_bench.experiments import requests_of_trial
 from chunkcache.cli.serve_bench.report import as_figures, print_report
 from chunkcache.cli.serve_bench.workload import Row
+from chunkcache.engine.inspection import inspect_model
 from chunkcache.errors import ChunkCacheError, InvalidConfigError
+from tiny_models import CONFIGS, make_model
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 60, "hash_ids": [1, 2, 3]},
@@ -78,11 +81,30 @@ def test_the_search_keeps_within_the_limit(make_options) -> None:
     assert search["rps"] == max(within)
 
 
-def test_results_are_handed_out_after_each_workload(make_options) -> None:
+def test_a_searched_rate_is_kept_up_for_the_wanted_time(make_options) -> None:
+    options = make_options(num_requests=3, search_seconds=20.0)
+    spec = inspect_model(make_model(CONFIGS["llama"]()))
+    (row,) = options.rows
+    few = requests_of_trial(options, spec, row, 0.05)
+    many = requests_of_trial(options, spec, row, 2.0)
+    assert (len(few), len(many)) == (3, 40)
+    assert [request.prompt for request in few] == [request.prompt for request in many[:3]]
+    assert [r.arrival / 40 for r in few] == pytest.approx([r.arrival for r in many[:3]])
+
+
+def test_results_are_handed_out_as_they_come(make_options) -> None:
     seen = []
+
+    def note(result) -> None:
+        contenders = result.experiments[-1].contenders.values()
+        num_runs = sum(len(contender.summaries) for contender in contenders)
+        num_searches = sum(contender.search is not None for contender in contenders)
+        seen.append((len(result.experiments), num_runs, num_searches))
+
     rows = (Row(32, 0, 4, 0.5), Row(32, 32, 4, 0.5))
-    run(make_options(rows=rows), on_result=lambda result: seen.append(len(result.experiments)))
-    assert seen == [1, 2]
+    run(make_options(rows=rows, search=True), on_result=note)
+    steps = [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert seen == [(number, *step) for number in (1, 2) for step in steps]
 
 
 def test_different_outputs_end_the_benchmark(make_options, monkeypatch) -> None:
@@ -149,7 +171,9 @@ def test_a_row_longer_than_the_model_is_refused(make_options) -> None:
         run(make_options(rows=(Row(510, 0, 8, 1.0),)))
 
 
-@pytest.mark.parametrize("name", ["speed", "scale", "latency_limit_ms", "tolerance"])
+@pytest.mark.parametrize(
+    "name", ["speed", "scale", "latency_limit_ms", "tolerance", "search_seconds"]
+)
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_options_out_of_range_are_refused(make_options, name: str, value: float) -> None:
     with pytest.raises(InvalidConfigError, match=name):
@@ -167,6 +191,7 @@ def arguments(model_folder, tmp_path) -> list[str]:
     return [
         *("bench", "serve", "--model", str(model_folder), "--max-num-batched-tokens", "128"),
         *("--chunk-size", "16", "--requests", "2", "--max-trials", "2"),
+        *("--search-seconds", "0.1"),
         *("--output", str(tmp_path / "results" / "serve.png")),
     ]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,11 @@ from chunkcache.cli.serve_bench import machine, models
 from chunkcache.cli.serve_bench.clock import Clock
 from chunkcache.cli.serve_bench.compare import CLOSE_LOGITS, compare_outputs
 from chunkcache.cli.serve_bench.contenders import Contender, EngineContender, ServerLimits
-from chunkcache.cli.serve_bench.experiments import Experiment, make_experiments
+from chunkcache.cli.serve_bench.experiments import (
+    Experiment,
+    make_experiments,
+    requests_of_trial,
+)
 from chunkcache.cli.serve_bench.metrics import summarise
 from chunkcache.cli.serve_bench.options import (
     SHARING_OFF,
@@ -29,7 +34,7 @@ from chunkcache.cli.serve_bench.results import BenchResult, ContenderResult, Exp
 from chunkcache.cli.serve_bench.search import highest_rate
 from chunkcache.cli.serve_bench.transformers_batching import ContinuousBatching
 from chunkcache.cli.serve_bench.watch import OverLimitError, Watcher
-from chunkcache.cli.serve_bench.workload import TimedRequest
+from chunkcache.cli.serve_bench.workload import Row
 from chunkcache.engine import EngineConfig, ModelSpec
 from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.inspection import inspect_model
@@ -53,7 +58,7 @@ def run_bench(
         options: the choices.
         console: shows the progress.
         clock: what the engine's runs go by; transformers keeps real time whatever it is.
-        on_result: called after each workload with what there is so far.
+        on_result: called with what there is so far, after each run that counts and each search.
 
     Raises:
         ChunkCacheError: an option is not allowed, or the engine failed. That transformers fails
@@ -66,12 +71,11 @@ def run_bench(
     result = BenchResult(machine.describe(options.device), _record(options))
     with BenchProgress(console, _num_requests(options, experiments)) as progress:
         for experiment in experiments:
-            bench = _ExperimentBench(options, contenders, experiment, progress)
+            bench = _ExperimentBench(options, spec, contenders, experiment, progress)
             result.experiments.append(bench.result)
-            bench.compare(spec.dtype)
-            bench.measure()
-            bench.search()
-            on_result(result)
+            bench.compare()
+            for _ in chain(bench.measure(), bench.search()):
+                on_result(result)
     return result
 
 
@@ -131,11 +135,13 @@ class _ExperimentBench:
     def __init__(
         self,
         options: BenchOptions,
+        spec: ModelSpec,
         contenders: list[Contender],
         experiment: Experiment,
         progress: BenchProgress,
     ) -> None:
         self._options = options
+        self._spec = spec
         self._experiment = experiment
         self._progress = progress
         self._contenders = contenders
@@ -143,7 +149,7 @@ class _ExperimentBench:
             experiment, {contender.name: ContenderResult() for contender in contenders}
         )
 
-    def compare(self, dtype: str) -> None:
+    def compare(self) -> None:
         """Compare the outputs of a sample of the requests.
 
         Raises:
@@ -165,15 +171,15 @@ class _ExperimentBench:
             with _Failures(contender, result):
                 comparison = compare_outputs(reference, contender.generate(sample))
                 result.comparison = comparison
-                if not comparison.equal and dtype == "float32":
+                if not comparison.equal and self._spec.dtype == "float32":
                     raise ChunkCacheError(
                         f"{contender.name} gives other outputs than {engines[0].name}: "
                         f"{comparison.num_equal} of {comparison.num_compared} tokens are equal "
                         f"where the two best logits are {CLOSE_LOGITS:g} apart or more"
                     )
 
-    def measure(self) -> None:
-        """Run the workload as often as wanted; who goes first changes."""
+    def measure(self) -> Iterator[None]:
+        """Run the workload as often as wanted; who goes first changes. Yields after each run."""
         requests = self._experiment.requests
         for repeat in range(self._options.repeats):
             turn = repeat % len(self._contenders)
@@ -185,9 +191,13 @@ class _ExperimentBench:
                     with _Failures(contender, result):
                         result.summaries.append(summarise(contender.serve(requests, watcher)))
                 self._progress.advance(watcher.num_unfinished)
+                yield
 
-    def search(self) -> None:
-        """Find the highest rate under the limit, for a Poisson workload."""
+    def search(self) -> Iterator[None]:
+        """Find each contender's highest rate under the limit, for a Poisson workload.
+
+        Yields after each contender.
+        """
         row = self._experiment.row
         if row is None or not self._options.search:
             return
@@ -197,7 +207,7 @@ class _ExperimentBench:
             if result.failure is None:
                 with _Failures(contender, result):
                     result.search = highest_rate(
-                        partial(self._latency_at, contender),
+                        partial(self._latency_at, contender, row),
                         self._options.latency_limit_ms,
                         row.rps,
                         tolerance=self._options.tolerance,
@@ -205,11 +215,17 @@ class _ExperimentBench:
                     )
                     num_left -= len(result.search.trials)
             self._progress.advance(num_left * len(self._experiment.requests))
+            yield
 
-    def _latency_at(self, contender: Contender, rps: float) -> float | None:
-        requests = self._experiment.at_rate(rps)
+    def _latency_at(self, contender: Contender, row: Row, rps: float) -> float | None:
+        requests = requests_of_trial(self._options, self._spec, row, rps)
+        self._progress.expect(len(requests) - len(self._experiment.requests))
         self._begin(f"{contender.name}, search at {rps:.3g}/s")
-        watcher = _limited(requests, self._options.latency_limit_ms, self._progress)
+        watcher = Watcher(
+            requests,
+            limit_ms=self._options.latency_limit_ms,
+            on_finished=self._progress.advance,
+        )
         try:
             return summarise(contender.serve(requests, watcher)).normalised_latency_ms
         except OverLimitError:
@@ -219,10 +235,6 @@ class _ExperimentBench:
 
     def _begin(self, what: str) -> None:
         self._progress.begin(f"{self._experiment.label}: {what}")
-
-
-def _limited(requests: list[TimedRequest], limit_ms: float, progress: BenchProgress) -> Watcher:
-    return Watcher(requests, limit_ms=limit_ms, on_finished=progress.advance)
 
 
 class _Failures:

@@ -101,6 +101,13 @@ def serve(
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Precision of the search, as a share.")] = 0.1,
     max_trials: Annotated[int, typer.Option(min=1, help="Runs of a search at most.")] = 8,
+    search_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Arrivals of a search's run go on for about so long; there are no fewer than "
+            "--requests."
+        ),
+    ] = 30.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each contender on a workload.")] = 1,
     sample: Annotated[
         int, typer.Option(min=0, help="Requests of a workload whose outputs are compared first.")
@@ -137,7 +144,6 @@ def serve(
         from chunkcache.cli.serve_bench.workload import Row
 
         profile = PROFILES[device.value]
-        default_requests = profile.num_requests if trace is None else None
         options = BenchOptions(
             device=device.value,
             model=model or profile.model,
@@ -147,7 +153,8 @@ def serve(
             trace_format=None if trace_format is Format.AUTO else TraceFormat(trace_format.value),
             speed=speed,
             scale=scale,
-            num_requests=requests or default_requests,
+            num_requests=requests or profile.num_requests,
+            max_trace_requests=requests,
             num_prefixes=prefixes,
             seed=seed,
             repeats=repeats,
@@ -156,6 +163,7 @@ def serve(
             latency_limit_ms=profile.latency_limit_ms if latency_limit is None else latency_limit,
             tolerance=tolerance,
             max_trials=max_trials,
+            search_seconds=search_seconds,
             sample=sample,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -168,7 +176,7 @@ def serve(
         def keep(result: Any) -> None:
             write_figures(result, output)
 
-        # Kept after each workload: what was measured survives an interruption.
+        # Kept as it comes: what was measured survives an interruption.
         result = run_bench(options, console, WallClock(), keep)
         draw_plot(result, output)
     except (ChunkCacheError, ModuleNotFoundError, OSError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from chunkcache.cli.serve_bench.options import BenchOptions
@@ -34,13 +36,6 @@ class Experiment:
         """Most tokens of a prompt and its continuation."""
         return max(len(r.prompt) + r.num_output_tokens for r in self.requests)
 
-    def at_rate(self, rps: float) -> list[TimedRequest]:
-        """Return the requests of a Poisson workload as they come at another rate."""
-        if self.row is None:
-            raise InvalidConfigError(f"{self.label} has times of its own; allowed is a row")
-        factor = self.row.rps / rps
-        return [replace(request, arrival=request.arrival * factor) for request in self.requests]
-
 
 def make_experiments(options: BenchOptions, spec: ModelSpec) -> list[Experiment]:
     """Make every workload.
@@ -50,7 +45,7 @@ def make_experiments(options: BenchOptions, spec: ModelSpec) -> list[Experiment]
         OSError: the trace cannot be read.
     """
     if options.trace is not None:
-        return [_replay(options, spec)]
+        return [_replay(options, spec, options.trace)]
     experiments = []
     for given in options.rows:
         row = given.scaled(options.scale)
@@ -59,22 +54,36 @@ def make_experiments(options: BenchOptions, spec: ModelSpec) -> list[Experiment]
             raise InvalidConfigError(
                 f"row {row.label} has {row.n_p + row.n_c} tokens; allowed for the model is {limit}"
             )
-        requests = poisson_workload(
-            row,
-            options.num_requests or 1,
-            num_prefixes=options.num_prefixes,
-            vocab_size=spec.vocab_size,
-            seed=options.seed,
-        )
+        requests = _poisson(options, spec, row, options.num_requests)
         experiments.append(Experiment(row.label, requests, row, {"row": asdict(row)}))
     return experiments
 
 
-def _replay(options: BenchOptions, spec: ModelSpec) -> Experiment:
-    path = options.trace
-    if path is None:
-        raise InvalidConfigError("trace is None; allowed is a file")
-    found, entries = read_trace(path, options.trace_format, options.num_requests)
+def requests_of_trial(
+    options: BenchOptions, spec: ModelSpec, row: Row, rps: float
+) -> list[TimedRequest]:
+    """Return the requests of a search's run: those of ``row`` at another rate, and as many as come.
+
+    They begin with the row's own ones, at times that are only scaled.
+    """
+    num_requests = max(options.num_requests, math.ceil(rps * options.search_seconds))
+    return _poisson(options, spec, replace(row, rps=rps), num_requests)
+
+
+def _poisson(
+    options: BenchOptions, spec: ModelSpec, row: Row, num_requests: int
+) -> list[TimedRequest]:
+    return poisson_workload(
+        row,
+        num_requests,
+        num_prefixes=options.num_prefixes,
+        vocab_size=spec.vocab_size,
+        seed=options.seed,
+    )
+
+
+def _replay(options: BenchOptions, spec: ModelSpec, path: Path) -> Experiment:
+    found, entries = read_trace(path, options.trace_format, options.max_trace_requests)
     requests = replayed(
         entries,
         speed=options.speed,

@@ -70,7 +70,8 @@ class BenchOptions:
         trace_format: of the trace; None to tell by its first line.
         speed: seconds of the trace in one second.
         scale: factor of all lengths.
-        num_requests: of a run; of a trace its first ones, None for all.
+        num_requests: of a Poisson run.
+        max_trace_requests: the first so many of a trace are replayed; None for all.
         num_prefixes: different shared prefixes of a Poisson workload.
         seed: of everything that is drawn.
         repeats: runs of each contender on each workload.
@@ -79,6 +80,8 @@ class BenchOptions:
         latency_limit_ms: that limit, in milliseconds per token.
         tolerance: precision of the search, as a share of the rate.
         max_trials: runs that a search may make.
+        search_seconds: arrivals of such a run go on for about so long: a burst of few requests
+            says nothing of a rate.
         sample: requests of each workload whose outputs are compared first.
         max_num_seqs, max_num_batched_tokens, chunk_size, capacity_bytes: of every contender.
     """
@@ -91,7 +94,8 @@ class BenchOptions:
     trace_format: TraceFormat | None
     speed: float
     scale: float
-    num_requests: int | None
+    num_requests: int
+    max_trace_requests: int | None
     num_prefixes: int
     seed: int
     repeats: int
@@ -100,6 +104,7 @@ class BenchOptions:
     latency_limit_ms: float
     tolerance: float
     max_trials: int
+    search_seconds: float
     sample: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -108,7 +113,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Check what the types do not say."""
-        for name in ("speed", "scale", "latency_limit_ms", "tolerance"):
+        for name in ("speed", "scale", "latency_limit_ms", "tolerance", "search_seconds"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise InvalidConfigError(f"{name} is {value}; allowed is a number above 0")

@@ -22,7 +22,8 @@ def draw_plot(result: BenchResult, path: Path) -> None:
         for experiment in result.experiments
         if any(contender.search for contender in experiment.contenders.values())
     ]
-    num_lines = -(-len(searched) // _CURVES_PER_LINE)
+    per_line = max(1, min(_CURVES_PER_LINE, len(searched)))
+    num_lines = -(-len(searched) // per_line)
     picture = Picture(figsize=(13, 4 + 3.4 * num_lines), layout="constrained")
     machine, options = result.machine, result.options
     picture.suptitle(
@@ -39,9 +40,9 @@ def draw_plot(result: BenchResult, path: Path) -> None:
     for index, (title, value) in enumerate(bars):
         axes = picture.add_subplot(grid[0, 4 * index : 4 * index + 4])
         _draw_bars(axes, title, value, result.experiments)
-    width = 12 // _CURVES_PER_LINE
+    width = 12 // per_line
     for index, experiment in enumerate(searched):
-        line, place = divmod(index, _CURVES_PER_LINE)
+        line, place = divmod(index, per_line)
         axes = picture.add_subplot(grid[1 + line, width * place : width * (place + 1)])
         _draw_curve(axes, experiment, limit)
     picture.savefig(path, dpi=120, format="png")

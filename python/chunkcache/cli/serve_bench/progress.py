@@ -64,6 +64,11 @@ class BenchProgress:
         if not self._console.is_terminal:
             self._line(f"{what} ({self._done} of {self._total} requests{self._left()})")
 
+    def expect(self, num_requests: int) -> None:
+        """Note requests that there are beyond those known so far, or that fall away."""
+        self._total += num_requests
+        self._bar.update(self._task, total=self._total)
+
     def advance(self, num_requests: int = 1) -> None:
         """Note requests that were served, or need not be."""
         self._done += num_requests
