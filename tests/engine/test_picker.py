@@ -49,8 +49,9 @@ def test_logits_that_are_not_finite_fail_their_pick_alone(params, bad) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [bad, bad, bad], [5.0, 3.0, 1.0]])
     picks = [Pick(row, _state(**params)) for row in range(3)]
     picked = TokenPicker().pick(logits, picks)
-    assert list(picked.errors) == [1]
-    assert isinstance(picked.errors[1], ChunkCacheError)
+    errors = picked.failed(picked.tokens.tolist())
+    assert list(errors) == [1]
+    assert isinstance(errors[1], ChunkCacheError)
 
 
 def test_logprobs_are_those_before_any_change() -> None:

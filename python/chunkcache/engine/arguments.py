@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from chunkcache.engine.config import EngineConfig, ModelSpec
+from chunkcache.engine.device import resolve_device
 from chunkcache.engine.params import SamplingParams
 from chunkcache.errors import InvalidConfigError
 
@@ -22,7 +23,7 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
         if name not in allowed:
             raise InvalidConfigError(
                 f"{name} is {value!r}, but LLM has no such argument; allowed are model, tokenizer, "
-                f"dtype, lora_adapters, {', '.join(allowed)}"
+                f"dtype, device, lora_adapters, {', '.join(allowed)}"
             )
     return options
 
@@ -62,8 +63,10 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def check_loaded(model: Any, dtype: str | torch.dtype | None) -> Any:
-    """Return a loaded model, ready for inference, if it is of the dtype that is asked for."""
+def check_loaded(
+    model: Any, dtype: str | torch.dtype | None, device: str | torch.device | None
+) -> Any:
+    """Return a loaded model, ready for inference, if it is of that dtype and on that device."""
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
@@ -75,6 +78,11 @@ def check_loaded(model: Any, dtype: str | torch.dtype | None) -> Any:
         raise InvalidConfigError(
             f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; "
             f"allowed is to leave it out, or to convert the model with model.to({dtype!r}) first"
+        )
+    if device is not None and resolve_device(device) != resolve_device(model.device):
+        raise InvalidConfigError(
+            f"device is {str(device)!r}, but the loaded model is on {model.device}; "
+            f"allowed is to leave it out, or to move the model with model.to({str(device)!r}) first"
         )
     loaded: Any = model
     loaded.eval()

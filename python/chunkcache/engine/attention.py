@@ -95,6 +95,12 @@ def _attention_function(
 transformers.AttentionInterface.register(IMPLEMENTATION, _attention_function)
 
 
+def keep_from_compilation() -> None:
+    """Let torch.compile leave the attention function alone: it launches kernels of our own."""
+    disable: Any = torch.compiler.disable
+    transformers.AttentionInterface.register(IMPLEMENTATION, disable(_attention_function))
+
+
 @contextmanager
 def attending(model: Any, attention: LayerAttention) -> Iterator[None]:
     """Let the layers of ``model`` call ``attention`` inside the context.

@@ -40,6 +40,10 @@ class EngineConfig:
         tensor_parallel_size: processes over which the model and its K/V heads are split, by
             transformers' ``tp_plan``. The program is started as that many (``torchrun``), and each
             makes the same calls in the same order; all get the same outputs.
+        enable_cuda_graphs: False launches the kernels of a decode step one by one on a CUDA device,
+            instead of replaying a recording (vLLM's ``enforce_eager``). No meaning on the CPU.
+        compile_model: True lets torch.compile fuse the small operations of recorded decode steps.
+            The first start takes a minute or so longer; needs Triton and a C compiler. CUDA only.
         seed: seeds the generator that gives seeds to requests without one of their own.
 
     Raises:
@@ -58,6 +62,8 @@ class EngineConfig:
     enable_prefix_sharing: bool = True
     enable_overlap: bool = True
     tensor_parallel_size: int = 1
+    enable_cuda_graphs: bool = True
+    compile_model: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,7 +83,13 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name in ("enable_chunked_prefill", "enable_prefix_sharing", "enable_overlap"):
+        for name in (
+            "enable_chunked_prefill",
+            "enable_prefix_sharing",
+            "enable_overlap",
+            "enable_cuda_graphs",
+            "compile_model",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfigError(
                     f"{name} is {getattr(self, name)!r}; allowed is True or False"

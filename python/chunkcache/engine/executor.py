@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from chunkcache.engine.device import to_device
 from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.picker import Pick, Picked
 from chunkcache.engine.runner import StepInput
@@ -79,10 +80,11 @@ class RunningStep:
             self._run()
         output = self._future.result()
         picked = output.picked
+        tokens = output.tokens.wait()
         return StepResult(
-            output.tokens.wait(),
+            tokens,
             picked.logprobs,
-            picked.errors,
+            picked.failed(tokens),
             picked.completes,
             output.prompt_errors,
             output.begin,
@@ -94,8 +96,9 @@ class StepExecutor:
     """Runs steps in the order in which they come.
 
     With ``overlap`` they run in a thread of their own, so that one may be handed over while the one
-    before it runs, and the next begins the moment that one has ended. The tokens that a step
-    picks stay on its device for the next step; the engine gets a copy.
+    before it runs, and the next begins the moment that one has ended. A CUDA device needs no thread
+    for that: it is given its work at once, and the host goes on. The tokens that a step picks stay
+    on its device for the next step; the engine gets a copy.
     """
 
     def __init__(self, runner: Runner, picker: Picker, *, overlap: bool) -> None:
@@ -104,7 +107,10 @@ class StepExecutor:
         self._picker = picker
         self._picked: Picked | None = None
         self._failed = False
-        self._threads = ThreadPoolExecutor(1, "chunkcache-model") if overlap else None
+        queues_work = runner.device.type == "cuda"
+        self._runs_at_once = overlap and queues_work
+        needs_thread = overlap and not queues_work
+        self._threads = ThreadPoolExecutor(1, "chunkcache-model") if needs_thread else None
 
     def submit(self, step: Step) -> RunningStep:
         """Hand a step over. Its plan is to stay open until its result is there."""
@@ -118,6 +124,8 @@ class StepExecutor:
             except ModelStepError as error:
                 future.set_exception(error)
 
+        if self._runs_at_once:
+            run()
         return RunningStep(future, run)
 
     def recover(self) -> None:
@@ -149,16 +157,22 @@ class StepExecutor:
 
     def _compute(self, step: Step) -> tuple[Picked, dict[int, Exception]]:
         device = self._runner.device
-        token_ids = torch.from_numpy(step.token_ids).to(device)
+        token_ids = to_device(step.token_ids, device)
         if self._picked is not None and len(step.pending_rows):
-            pending_picks = torch.from_numpy(step.pending_picks).to(device)
-            token_ids[torch.from_numpy(step.pending_rows).to(device)] = self._picked.tokens[
-                pending_picks
-            ]
-        logits_rows = torch.from_numpy(step.logits_rows).to(device)
+            pending = self._picked.tokens[to_device(step.pending_picks, device)]
+            # A pick that failed has ended its sequence; any token will do until that is known.
+            token_ids[to_device(step.pending_rows, device)] = pending.clamp(min=0)
+        logits_rows = to_device(step.logits_rows, device)
         try:
             logits = self._runner.run(
-                StepInput(step.plan, token_ids, logits_rows, step.adapter_rows)
+                StepInput(
+                    step.plan,
+                    token_ids,
+                    logits_rows,
+                    step.adapter_rows,
+                    is_decode=step.is_decode,
+                    takes_all_rows=step.takes_all_rows,
+                )
             )
         except Exception as error:
             raise ModelStepError(f"the model step failed: {named(error)}") from error

@@ -16,7 +16,9 @@ from chunkcache.engine import arguments, loader, parallel
 from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import Engine
-from chunkcache.engine.executor import StepExecutor
+from chunkcache.engine.device import HALVES, default_dtype, resolve_device
+from chunkcache.engine.executor import Runner, StepExecutor
+from chunkcache.engine.graph_runner import GraphRunner
 from chunkcache.engine.guided import GrammarCompiler
 from chunkcache.engine.inspection import inspect_model
 from chunkcache.engine.lora import Adapters, namespace
@@ -47,6 +49,7 @@ class LLM:
         tokenizer: Any | None = None,
         *,
         dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
         lora_adapters: Mapping[str, str | Path] | None = None,
         **config: Any,
     ) -> None:
@@ -58,7 +61,10 @@ class LLM:
             tokenizer: a Hugging Face tokenizer; by default the one in the model's folder. Without
                 one, prompts are token ids and outputs have no text.
             dtype: "float32", "bfloat16", "float16", or "auto" for the saved one. By default
-                float32, or a loaded model's own.
+                float32 on the CPU and bfloat16 on a CUDA device, or a loaded model's own.
+            device: "cpu", "cuda" or "cuda:N"; by default a loaded model's own, else the CPU. A
+                CUDA device needs the extra ``cuda``, a half-precision dtype, and a head_dim that
+                the kernels were written for.
             lora_adapters: a name for each LoRA adapter, and its folder as peft saves it. Requests
                 choose one by its name. Needs the extra ``lora``.
             config: the fields of `EngineConfig`.
@@ -74,13 +80,20 @@ class LLM:
         size = self.config.tensor_parallel_size
         if isinstance(model, (str, Path)):
             folder = loader.resolve(model)
-            self.model = loader.load_model(folder, arguments.torch_dtype(dtype or "float32"), size)
+            place = resolve_device("cpu" if device is None else device)
+            wanted = default_dtype(place) if dtype is None else arguments.torch_dtype(dtype)
+            self.model = loader.load_model(folder, wanted, place, size)
             self.tokenizer = loader.load_tokenizer(folder) if tokenizer is None else tokenizer
         else:
-            self.model = arguments.check_loaded(model, dtype)
+            self.model = arguments.check_loaded(model, dtype, device)
             self.tokenizer = tokenizer
         arguments.check_parts(self.model, size, lora_adapters)
         self.spec: ModelSpec = inspect_model(self.model)
+        on_cuda = self.model.device.type == "cuda"
+        if on_cuda and self.spec.dtype not in HALVES:
+            raise InvalidConfigError(
+                f"dtype is {self.spec.dtype}; allowed on a CUDA device is {' or '.join(HALVES)}"
+            )
         if size > 1:
             parallel.check_split(self.model, self.spec, size)
         probe(self.model, self.spec)
@@ -99,9 +112,13 @@ class LLM:
             dtype=self.spec.dtype,
             chunk_size=self.config.chunk_size,
             capacity=self.capacity,
-            num_threads=torch.get_num_threads(),
             enable_prefix_sharing=self.config.enable_prefix_sharing,
-            device=self.model.device.type,
+            device=str(self.model.device),
+            **(
+                {"num_qo_heads": self.spec.num_qo_heads}
+                if on_cuda
+                else {"num_threads": torch.get_num_threads()}
+            ),
         )
         self._grammars = GrammarCompiler(
             self.tokenizer, self.spec.vocab_size, self.spec.eos_token_ids
@@ -110,7 +127,7 @@ class LLM:
         self._next_request_id = 0
         self.engine = Engine(
             StepExecutor(
-                ModelRunner(self.model, self.cache, self._adapters),
+                self._runner(max_rows=min(self.config.max_num_seqs, token_budget)),
                 TokenPicker() if size == 1 else parallel.SharedPicker(TokenPicker()),
                 overlap=self.config.enable_overlap,
             ),
@@ -123,6 +140,17 @@ class LLM:
             ),
             chunk_bytes=chunk_bytes,
         )
+
+    def _runner(self, max_rows: int) -> Runner:
+        if self.model.device.type == "cuda" and self.config.enable_cuda_graphs:
+            return GraphRunner(
+                self.model,
+                self.cache,
+                self._adapters,
+                max_rows=max_rows,
+                compiled=self.config.compile_model,
+            )
+        return ModelRunner(self.model, self.cache, self._adapters)
 
     @property
     def stats(self) -> EngineStats:

@@ -56,12 +56,18 @@ def resolve(model: str | Path) -> Path:
     return gguf.converted(files[0])
 
 
-def load_model(folder: Path, dtype: torch.dtype | str, tensor_parallel_size: int = 1) -> Any:
+def load_model(
+    folder: Path,
+    dtype: torch.dtype | str,
+    device: torch.device | str = "cpu",
+    tensor_parallel_size: int = 1,
+) -> Any:
     """Load the causal language model of ``folder``.
 
     Args:
         folder: where its configuration and weights are.
         dtype: of the weights; "auto" is as they were saved.
+        device: where to; a model that is split has places of its own.
         tensor_parallel_size: number of processes, each of which gets its part.
 
     Raises:
@@ -84,7 +90,7 @@ def load_model(folder: Path, dtype: torch.dtype | str, tensor_parallel_size: int
     except (OSError, ValueError) as error:
         raise InvalidConfigError(f"model {folder}: {error}") from error
     model.eval()
-    return model
+    return model if split else model.to(device)
 
 
 def load_tokenizer(folder: Path) -> Any | None:

@@ -10,12 +10,16 @@ import numpy.typing as npt
 import torch
 
 from chunkcache.engine import sampler
+from chunkcache.engine.device import to_device
 from chunkcache.engine.guided import Grammar
 from chunkcache.engine.logprobs import Logprob, logprobs_of
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.penalties import LogitsAdjuster
 from chunkcache.engine.sampler import Draws
 from chunkcache.errors import ChunkCacheError
+
+NO_TOKEN = -1
+"""Stands where the logits of a row are not finite, so that no token can be told."""
 
 
 class SampleState:
@@ -107,9 +111,11 @@ class Picked:
     """What was picked.
 
     Attributes:
-        tokens: int64 ``[picks]``, on the logits' device; arbitrary where there is an error.
+        tokens: int64 ``[picks]``, on the logits' device; `NO_TOKEN` where the logits are not
+            finite, arbitrary where there is another error.
         logprobs: for each pick its log-probabilities, None if they are not wanted.
-        errors: the picks that failed, and why; the others are not concerned.
+        errors: the picks that failed, and why; the others are not concerned. Those of `NO_TOKEN`
+            come with `failed`, when the tokens are on the host.
         completes: the picks after which the grammar of a guided text lets nothing follow.
     """
 
@@ -117,6 +123,12 @@ class Picked:
     logprobs: list[dict[int, Logprob] | None]
     errors: dict[int, Exception] = field(default_factory=dict)
     completes: set[int] = field(default_factory=set)
+
+    def failed(self, tokens: Sequence[int]) -> dict[int, Exception]:
+        """Return the picks that failed, by their index, given ``tokens`` on the host."""
+        not_finite = (i for i, token in enumerate(tokens) if token == NO_TOKEN)
+        found = {i: ChunkCacheError("the model's logits are not finite") for i in not_finite}
+        return {**found, **self.errors}
 
 
 class TokenPicker:
@@ -131,11 +143,14 @@ class TokenPicker:
             picks: the rows, and whose token it is.
         """
         best, tokens = logits.max(dim=-1)
-        rows = torch.tensor([pick.row for pick in picks], device=logits.device)
-        picked = Picked(tokens[rows], [None] * len(picks))
-        finite = best.isfinite().tolist()
+        tokens = torch.where(best.isfinite(), tokens, NO_TOKEN)
+        rows = np.array([pick.row for pick in picks], dtype=np.int64)
+        picked = Picked(tokens[to_device(rows, logits.device)], [None] * len(picks))
         on_host = [i for i, pick in enumerate(picks) if not pick.state.takes_best]
-        values = logits[rows[on_host]].to("cpu", torch.float64).numpy()
+        if not on_host:
+            # Nothing here waits for the device.
+            return picked
+        values = logits[to_device(rows[on_host], logits.device)].to("cpu", torch.float64).numpy()
         for i, row in zip(on_host, values, strict=True):
             state = picks[i].state
             try:
@@ -148,7 +163,4 @@ class TokenPicker:
                     picked.logprobs[i] = logprobs_of(own_row, [token], number)[0]
             except Exception as error:  # Fails this pick alone, whatever went wrong in it.
                 picked.errors[i] = error
-        for i in set(range(len(picks))) - set(on_host):
-            if not finite[picks[i].row]:
-                picked.errors[i] = ChunkCacheError("the model's logits are not finite")
         return picked

@@ -64,7 +64,7 @@ def _served_logits(
         dtype=spec.dtype,
         chunk_size=_CHUNK_SIZE,
         capacity=2 * (_NUM_TOKENS // _CHUNK_SIZE + 1),
-        device=model.device.type,
+        device=str(model.device),
     )
     runner = ModelRunner(model, cache)
     # The second prompt finds the first's leading chunks, whose logits it then lacks.

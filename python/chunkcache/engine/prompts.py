@@ -40,6 +40,10 @@ def tokenize(prompts: Any, tokenizer: Any | None, vocab_size: int) -> list[Token
     return [_tokenize_one(prompt, i, tokenizer, vocab_size) for i, prompt in enumerate(many)]
 
 
+#: The kinds of parts that one prompt has: token ids or messages.
+_ITEMS = (int, np.integer, Mapping)
+
+
 def _without_arrays(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
 
@@ -59,7 +63,7 @@ def _is_list(value: Any) -> bool:
 
 def _is_item(value: Any) -> bool:
     """Tell whether ``value`` is a part of one prompt: a token id or a message."""
-    return isinstance(value, (int, np.integer, Mapping))
+    return isinstance(value, _ITEMS)
 
 
 def _tokenize_one(
@@ -71,7 +75,7 @@ def _tokenize_one(
     if isinstance(prompt, str):
         text = prompt
         token_ids = _encode(text, tokenizer, name, add_special_tokens=True)
-    elif _is_list(prompt) and all(map(_is_item, prompt)):
+    elif _is_list(prompt) and all(issubclass(kind, _ITEMS) for kind in set(map(type, prompt))):
         if prompt and isinstance(prompt[0], Mapping):
             text = _render_chat(prompt, tokenizer, name)
             token_ids = _encode(text, tokenizer, name, add_special_tokens=False)
@@ -85,6 +89,9 @@ def _tokenize_one(
 
 
 def _check_ids(prompt: Any, vocab_size: int, name: str) -> list[int]:
+    # One by one costs as much as a step of the model, for many long prompts that are cached.
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
+        return list(prompt)
     token_ids = []
     for token in prompt:
         if isinstance(token, (bool, Mapping)) or not 0 <= token < vocab_size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from chunkcache import ChunkCache, Plan
 from chunkcache.engine.attention import AttentionCall, attending
+from chunkcache.engine.device import to_device
 from chunkcache.engine.inspection import accepts
 from chunkcache.engine.lora import AdapterRows, Adapters
 
@@ -25,20 +26,39 @@ class StepInput:
             on the model's device.
         logits_rows: int64 ``[wanted]``, the rows whose logits are wanted, on the model's device.
         adapter_rows: the rows that a LoRA adapter acts on.
+        is_decode: whether each sequence has one row.
+        takes_all_rows: whether ``logits_rows`` are all rows in their order.
     """
 
     plan: Plan
     token_ids: torch.Tensor
     logits_rows: torch.Tensor
     adapter_rows: Sequence[AdapterRows] = ()
+    is_decode: bool = False
+    takes_all_rows: bool = False
 
 
 class ModelRunner:
     """A model and the cache that holds its K/V."""
 
-    def __init__(self, model: Any, cache: ChunkCache, adapters: Adapters | None = None) -> None:
-        """Keep them; the model's weights stay where and as they are."""
+    def __init__(
+        self,
+        model: Any,
+        cache: ChunkCache,
+        adapters: Adapters | None = None,
+        *,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        """Keep them; the model's weights stay where and as they are.
+
+        Args:
+            model: the model.
+            cache: what holds its K/V.
+            adapters: its LoRA adapters.
+            forward: what is called in place of the model, such as a compiled form of it.
+        """
         self.model = model
+        self._forward = model if forward is None else forward
         self.cache = cache
         self._adapters = adapters
         self._selects_rows = accepts(model, "logits_to_keep")
@@ -49,12 +69,18 @@ class ModelRunner:
         device: torch.device = self.model.device
         return device
 
-    def run(self, step: StepInput) -> torch.Tensor:
+    def run(self, step: StepInput, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Compute a step and write its K/V. Its plan stays open, for the caller to commit or close.
+
+        Args:
+            step: what to compute.
+            positions: int64 ``[rows]`` on the model's device; the plan's own by default.
 
         Returns:
             Logits ``[wanted, vocab_size]`` in the model's dtype.
         """
+        if positions is None:
+            positions = to_device(step.plan.positions, self.device)
         attention = _CacheAttention(self.cache, step.plan)
         selection = {"logits_to_keep": step.logits_rows} if self._selects_rows else {}
         with (
@@ -62,9 +88,9 @@ class ModelRunner:
             attending(self.model, attention),
             self._applied(step.adapter_rows),
         ):
-            logits: torch.Tensor = self.model(
+            logits: torch.Tensor = self._forward(
                 input_ids=step.token_ids[None],
-                position_ids=torch.as_tensor(step.plan.positions).to(self.device)[None],
+                position_ids=positions[None],
                 use_cache=False,
                 **selection,
             ).logits[0]

@@ -71,6 +71,16 @@ class Step:
     prompt_rows: Sequence_[PromptRows]
     adapter_rows: Sequence_[AdapterRows]
 
+    @property
+    def is_decode(self) -> bool:
+        """Return whether each sequence has one row."""
+        return len(self.plan.qo_indptr) == len(self.token_ids) + 1
+
+    @property
+    def takes_all_rows(self) -> bool:
+        """Return whether the logits of all rows are wanted, in their order."""
+        return np.array_equal(self.logits_rows, np.arange(len(self.token_ids)))
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:

@@ -38,7 +38,7 @@ def load(name: str, dtype: str, device: str) -> Any:
     torch_dtype = getattr(torch, dtype)
     if name == LLAMA_2_7B:
         return random_model(llama_2_7b(), torch_dtype, device)
-    return loader.load_model(loader.resolve(name), torch_dtype).to(device)
+    return loader.load_model(loader.resolve(name), torch_dtype, device)
 
 
 def llama_2_7b() -> Any:
