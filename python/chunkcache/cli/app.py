@@ -80,3 +80,24 @@ def demo(
         typer.echo(json.dumps(as_figures(result, output), indent=2, ensure_ascii=False))
     else:
         print_report(result, output, console)
+
+
+@app.command()
+def tune(
+    device: Annotated[int, typer.Option(min=0, help="CUDA device number.")] = 0,
+) -> None:
+    """Measure the constants of a CUDA device that attention is planned by, and keep them."""
+    from dataclasses import asdict
+
+    try:
+        from chunkcache.kernels.costs import device_name, keep_costs
+        from chunkcache.kernels.tune import tune as measure
+
+        costs = measure(
+            device, lambda found, share: typer.echo(f"{share:6.1%} of the time: {asdict(found)}")
+        )
+        path = keep_costs(device_name(device), costs)
+    except (ChunkCacheError, ModuleNotFoundError, OSError) as error:
+        typer.echo(f"chunkcache tune: {error}", err=True)
+        raise typer.Exit(code=1) from error
+    typer.echo(f"kept in {path}; new processes take them")

@@ -13,7 +13,8 @@ import numpy as np
 
 from chunkcache._core import Plan
 from chunkcache.errors import InvalidConfigError, StalePlanError
-from chunkcache.kernels.driver import Launch, limits, load
+from chunkcache.kernels.costs import costs_of
+from chunkcache.kernels.driver import Launch, load
 from chunkcache.kernels.params import Operands, Scores, Strides
 from chunkcache.kernels.table import find
 from chunkcache.kernels.tensors import (
@@ -26,7 +27,7 @@ from chunkcache.kernels.tensors import (
     stream_of,
 )
 from chunkcache.kernels.tpp import HEAD_DIMS, Pages, Tables, TppAttention, TppTables, best_path
-from chunkcache.kernels.work import DeviceCosts, cut_plan, plan_tables
+from chunkcache.kernels.work import cut_plan, plan_tables
 
 if TYPE_CHECKING:
     import torch
@@ -232,11 +233,6 @@ def device_tables(plan: Plan, attention: TppAttention, stream: int) -> TppTables
             stream,
         )
     return made[attention]
-
-
-def costs_of(device: int) -> DeviceCosts:
-    """Return a device's constants: an H200's, for its number of multiprocessors."""
-    return DeviceCosts(num_blocks=limits(device).num_multiprocessors)
 
 
 def write_kv(k: Any, v: Any, slot_mapping: Any, kv: PagedKv) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from chunkcache._core import DeviceCache, Plan
 from chunkcache.errors import InvalidConfigError, KernelError
 from chunkcache.kernels import frontend
+from chunkcache.kernels.costs import costs_of
 from chunkcache.kernels.driver import activate, check, driver
 from chunkcache.kernels.exposed import halves
 from chunkcache.kernels.image import DeviceImage, TableState, Workspace
@@ -115,7 +116,7 @@ class DeviceStorage:
                 2,
             ),
             attention.heads.packed(),
-            frontend.costs_of(device).packed(),
+            costs_of(device).packed(),
             enable_prefix_sharing,
         )
         dtype = getattr(sys.modules["torch"], shape.dtype)
