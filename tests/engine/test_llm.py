@@ -188,6 +188,16 @@ def test_the_model_is_left_as_it_was(llama) -> None:
     torch.testing.assert_close(llama(ids).logits, before, rtol=0, atol=0)
 
 
+def test_no_step_is_left_when_texts_end_by_a_token(llama) -> None:
+    llm = LLM(llama, chunk_size=16)
+    end = _tokens(llm.generate([1, 2], GREEDY))[0][3]
+    for _ in range(20):
+        llm.generate([1, 2], SamplingParams(stop_token_ids=[end]))
+        # A step of the engine in another thread would get in the way of this.
+        assert llama.config._attn_implementation == "eager"
+        assert _is_idle(llm)
+
+
 def test_two_fresh_engines_give_the_same_bits(llama, make_prompt) -> None:
     prompts = [make_prompt(20 + i, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)

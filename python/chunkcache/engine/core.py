@@ -87,6 +87,12 @@ class Engine:
         """
         self._abandoned.extend(requests)
         self._drop_abandoned()
+        if not self._requests and self._flights and self._lock.try_acquire():
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+            self._drop_abandoned()
 
     def step(self) -> list[Request]:
         """Plan a step and take in the tokens of another, if there is anything to do.
