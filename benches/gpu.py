@@ -174,7 +174,7 @@ def run(work: Workload, path: str) -> Result:
     plan = plan_of(work)
     schedule = cut_tables(plan, attention.heads)
     stream = torch.cuda.current_stream().cuda_stream
-    tables = TppTables(device, plan, schedule, work.num_qo_heads, HEAD_DIM, stream)
+    tables = TppTables(device, plan, schedule, HEAD_DIM, stream)
     copies = max(2 if work.kv_bytes > COLD_BYTES else 4, int(np.ceil(COLD_BYTES / work.kv_bytes)))
     num_pages = len(plan.page_ids)
     buffers = torch.empty(

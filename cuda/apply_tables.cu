@@ -28,8 +28,8 @@ enum Header : u32 {
   SEQUENCES = 6,
   SEGMENTS = 8,
   PAGE_IDS = 9,
-  NUM_TOKENS = 15,
   TOKENS = 17,
+  NUM_TOKENS = 23,
 };
 
 // One segment of the step (rust/core/src/plan/view.rs, SegmentRow).

@@ -35,13 +35,15 @@ struct TokenRow {
   u32 num_partials;   // number of them; each (token, query head) takes one partial state from each
 };
 
-// Where the partial state of one split lies: slot base + kv_head * stride + (head within the group).
+// Where a token's partial state of one split lies: slot base + kv_head * stride + (head within the
+// group). The state that the finishing item keeps to itself is not listed.
 struct MergeEntry {
   u32 base;
   u32 stride;
 };
 
-// One work item: a slice of a segment's pages, a run of K/V heads, a tile of query tokens.
+// One work item: a slice of a segment's pages, a run of K/V heads, a tile of query tokens. Items wait
+// only for partials of items before them in the table.
 struct ItemRow {
   u32 ids_begin;      // index in page_ids of the slice's first page
   u32 num_keys;       // keys in the slice's pages; NONE: as far as the tile's last query sees
@@ -50,29 +52,38 @@ struct ItemRow {
   u32 num_heads;      // K/V heads, 1 to 8
   u32 tok_begin;      // first query token of the tile
   u32 num_tok;        // query tokens; num_tok * group <= 16 * row_tiles
-  u32 slot_begin;     // first partial slot, or NONE: the result is final and goes to the output
+  u32 slot_begin;     // first partial slot, or NONE: finishes its rows, merging their other partials
   u32 seq;            // the tile's only sequence, or NONE
   u32 first_query;    // with seq: the first token's index among the sequence's queries
   u32 row_tiles;      // tiles of 16 query rows, each one warp: 1, 2, 4 or 8
-  u32 key_groups;     // warps that take turns over the key blocks of one head and row tile
+  u32 key_groups;     // warps that take turns over the keys of one head and row tile
   u32 bounded;        // 1: some row of the tile may not see the whole slice
-  u32 owner;          // with num_owners: this split merges rows owner, owner + num_owners, ...
-  u32 num_owners;     // splits that end together and share the merging, or 0
-  u32 reserved;
+  u32 reserved[3];
   u32 pages[16];      // the slice's first page ids, so that copies start without a second table
 };
 constexpr u32 ITEM_HEAD_WORDS = 16;
 constexpr u32 ITEM_PAGES = 16;
 
+// Rows of query tokens [tok_begin, tok_begin + num_tok) that no item finishes: they are merged when
+// all items are handed out. A unit is eight rows of the num_tok * group rows of one K/V head after the
+// other; units [first_unit, first_unit + num_units) are one block's.
+struct MergeItem {
+  u32 tok_begin;
+  u32 num_tok;
+  u32 first_unit;
+  u32 num_units;
+};
+
 // The head of the tables.
 struct TableHeader {
   u32 num_items;
   u32 num_pad_rows;
+  u32 num_merge_items;
 };
 
 // Two-phase attention, one launch (tpp_attention.cuh).
 struct TppParams {
-  TensorMap k_map;              // 4-D (head_dim, token, head, page); used by the sm_90 path
+  TensorMap k_map;              // 5-D; used by the sm_90 path
   TensorMap v_map;
   const void* k;                // page 0, head 0, token 0; used by the sm_80 path
   const void* v;
@@ -84,16 +95,18 @@ struct TppParams {
   i64 out_row, out_head;
   float* lse;                   // natural logarithm, [rows, num_qo_heads], or null
   const TableHeader* header;
-  const ItemRow* items;
+  const ItemRow* items;         // at least as many rows as the grid has blocks
+  const MergeItem* merge_items;
   const TokenRow* tokens;
   const SequenceRow* sequences;
   const MergeEntry* merges;
   const u32* page_ids;
   const u32* pad_rows;          // rows of the output that no key reaches: 0, lse -inf
-  float* partial_out;           // [slots, head_dim], normalised
-  float* partial_lse;           // [slots], base 2
-  u32* arrivals;                // [tokens, num_qo_heads], 0 between launches
-  u32* queue;                   // {items handed out, blocks done, blocks started}
+  float* partial_out;           // [slots / 8, head_dim / 8, 8, 8] slot and column, normalised
+  float* partial_lse;           // [slots / 8, head_dim / 16, 8], base 2: a copy for every 16 columns
+                                // both: NOT_WRITTEN between launches (tpp/merge.cuh)
+  u32* queue;                   // {items handed out and blocks started, blocks done, claims [blocks]},
+                                // 0 between launches
   u32 group;                    // query heads per K/V head
   u32 num_qo_heads;
   u32 page_size;

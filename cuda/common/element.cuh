@@ -34,7 +34,7 @@ struct F16 {
     ptx::mma_f16(c, a, b0, b1);
   }
 #if __CUDA_ARCH__ >= 900
-  static __device__ __forceinline__ void wgmma_scores(float (&d)[4][4], const u32 (&a)[4], u64 b,
+  static __device__ __forceinline__ void wgmma_scores(float (*d)[4], const u32 (&a)[4], u64 b,
                                                       u32 accumulate) {
     ptx::wgmma_scores_f16(d, a, b, accumulate);
   }
@@ -62,7 +62,7 @@ struct BF16 {
     ptx::mma_bf16(c, a, b0, b1);
   }
 #if __CUDA_ARCH__ >= 900
-  static __device__ __forceinline__ void wgmma_scores(float (&d)[4][4], const u32 (&a)[4], u64 b,
+  static __device__ __forceinline__ void wgmma_scores(float (*d)[4], const u32 (&a)[4], u64 b,
                                                       u32 accumulate) {
     ptx::wgmma_scores_bf16(d, a, b, accumulate);
   }

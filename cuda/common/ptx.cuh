@@ -69,6 +69,12 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- mbarriers
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
@@ -126,10 +132,7 @@ __device__ __forceinline__ u32 published(u32 address) {
   return value;
 }
 
-// The barrier of one named group of `threads` threads.
-__device__ __forceinline__ void named_barrier_sync(u32 id, u32 threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+__device__ __forceinline__ void sleep() { asm volatile("nanosleep.u32 40;" ::: "memory"); }
 
 // ---- copies to shared memory
 
@@ -198,21 +201,47 @@ __device__ __forceinline__ void copy_engine_fence() {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void wgmma_commit_and_wait() {
+__device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
+
+// Accumulators are read or written here, not before and not after.
+template <u32 N>
+__device__ __forceinline__ void pin(float (&d)[N][4]) {
+#pragma unroll
+  for (u32 i = 0; i < N; ++i) {
+    asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+  }
+}
+
+// The warps of this warpgroup give registers to those of the others, or get them.
+template <u32 N>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <u32 N>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Addresses in a descriptor are in units of 16 bytes, so that offsets are added to it.
+constexpr u32 DESCRIPTOR_SHIFT = 4;
 
 // Describes rows of 128 bytes, swizzled, eight rows to an atom of 1024 bytes.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
   constexpr u64 swizzle_128 = 1ull << 62;
   constexpr u64 atom_stride = (1024ull >> 4) << 32;
   constexpr u64 unused_stride = 1ull << 16;
-  return swizzle_128 | atom_stride | unused_stride | ((address & 0x3ffff) >> 4);
+  return swizzle_128 | atom_stride | unused_stride | ((address & 0x3ffff) >> DESCRIPTOR_SHIFT);
 }
 
 // d[64, 32] (+)= a[64, 16] b[32, 16]^T: b in shared memory, rows of 128 bytes along k.
-__device__ __forceinline__ void wgmma_scores_f16(float (&d)[4][4], const u32 (&a)[4], u64 b,
+__device__ __forceinline__ void wgmma_scores_f16(float (*d)[4], const u32 (&a)[4], u64 b,
                                                   u32 accumulate) {
   asm volatile(
       "{\n"
@@ -247,7 +276,7 @@ __device__ __forceinline__ void wgmma_values_f16(float (*d)[4], const u32 (&a)[4
 }
 
 // d[64, 32] (+)= a[64, 16] b[32, 16]^T: b in shared memory, rows of 128 bytes along k.
-__device__ __forceinline__ void wgmma_scores_bf16(float (&d)[4][4], const u32 (&a)[4], u64 b,
+__device__ __forceinline__ void wgmma_scores_bf16(float (*d)[4], const u32 (&a)[4], u64 b,
                                                   u32 accumulate) {
   asm volatile(
       "{\n"
@@ -299,46 +328,43 @@ __device__ __forceinline__ u32 load_u32(const void* p) {
   return v;
 }
 
-__device__ __forceinline__ void prefetch(const void* p) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+// A value is needed here, whatever comes after.
+__device__ __forceinline__ void use(u32 x) { asm volatile("" ::"r"(x)); }
+__device__ __forceinline__ void use(const void* p) { asm volatile("" ::"l"(p)); }
+
+// Loads four bytes that nobody waits for: their cache line is what is wanted.
+__device__ __forceinline__ void touch(const void* p) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 unused;\n"
+      "ld.global.ca.b32 unused, [%0];\n"
+      "}\n" ::"l"(p));
 }
 
-// What this thread and, through a barrier, its warp wrote comes before what it publishes next.
-__device__ __forceinline__ void release_fence() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+// Words that blocks of one launch hand to each other, without order among them.
+__device__ __forceinline__ void hand_over(float* p, float x) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
 }
 
-__device__ __forceinline__ u32 add_acquire(u32* p, u32 value) {
-  u32 before;
-  asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(p), "r"(value)
+__device__ __forceinline__ void hand_over(float* p, float x, float y) {
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+}
+
+__device__ __forceinline__ void hand_over(float* p, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w)
                : "memory");
-  return before;
 }
 
-__device__ __forceinline__ u32 load_acquire(const u32* p) {
-  u32 v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ u32 load_relaxed(const u32* p) {
-  u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
-// Past the L1: for what other blocks of the same launch wrote.
-__device__ __forceinline__ float load_coherent(const float* p) {
+__device__ __forceinline__ float look(const float* p) {
   float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
 }
 
-__device__ __forceinline__ float4 load_coherent(const float4* p) {
+__device__ __forceinline__ float4 look4(const float* p) {
   float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "l"(p)
                : "memory");

@@ -36,7 +36,7 @@ __device__ __forceinline__ float exponent_base(float max) {
 // cap * tanh(x) with cap in base-2 units. 1 - 2 / (exp(2x) + 1) holds at both ends.
 __device__ __forceinline__ float soft_capped(float x, float cap) {
   const float e = ptx::exp2_approx(x * 2.8853900817779268f);
-  return cap * (1.0f - 2.0f * __frcp_rn(e + 1.0f));
+  return cap - 2.0f * cap * ptx::reciprocal_approx(e + 1.0f);
 }
 
 }  // namespace chunkcache

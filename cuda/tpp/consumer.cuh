@@ -11,7 +11,6 @@ template <class T, u32 D>
 struct Warp {
   using S = Shape<D>;
   static constexpr u32 k_steps = D / 16;
-  static constexpr bool can_group = TMA && D % 64 == 0 && !S::q_in_shared;
 
   u32 q[S::q_in_shared ? 1 : k_steps][4];
   u32 q_shared;
@@ -91,55 +90,11 @@ struct Warp {
     }
   }
 
-#if defined(CHUNKCACHE_TMA)
-  // The same products by a warpgroup: four warps whose row tiles follow each other. K and V are
-  // read from shared memory once for 64 rows, and the fragments lie as those of a single warp.
-  __device__ __forceinline__ void group_scores(float (&s)[4][4], u32 address, u32 lane) {
-    // V was written by cp.async, which the tensor cores do not see without a fence.
-    ptx::copy_engine_fence();
-    ptx::wgmma_fence();
-#pragma unroll
-    for (u32 k = 0; k < k_steps; ++k) {
-      u32 a[4];
-      q_fragment(a, k, lane);
-      T::wgmma_scores(s, a, ptx::wgmma_descriptor(address + (k / 4) * BOX_BYTES + (k % 4) * 32),
-                      k > 0);
-    }
-    ptx::wgmma_commit_and_wait();
-  }
-
-  __device__ __forceinline__ void group_add_values(u32 address, const u32 (&probability)[2][4]) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (u32 half = 0; half < 2; ++half) {
-#pragma unroll
-      for (u32 box = 0; box < S::boxes; ++box) {
-        T::wgmma_values(&o[box * 8], probability[half],
-                        ptx::wgmma_descriptor(address + box * BOX_BYTES +
-                                              half * 16 * COLUMN_BYTES));
-      }
-    }
-    ptx::wgmma_commit_and_wait();
-  }
-#endif
-
-  // One stage: keys [first_key, first_key + 32) of the slice. `masked`: some row may not see all of
-  // them. `grouped`: the four warps of a warpgroup call this together, with all keys there.
-  __device__ __forceinline__ void stage(const TppParams& p, u32 address, i32 first_key, bool masked,
-                                        bool grouped, const int2* row_limits, i32 num_keys,
-                                        u32 lane) {
-    float s[4][4];
-#if defined(CHUNKCACHE_TMA)
-    if (can_group && grouped) {
-      if constexpr (can_group) group_scores(s, address, lane);
-    } else {
-      scores(s, address, lane);
-    }
-#else
-    scores(s, address, lane);
-#endif
-
-    // Scale, cap, mask.
+  // Scale and cap, then with `masked` minus infinity where a row may not see a key: four blocks of
+  // eight keys, the first of them key `first_key` of the slice.
+  __device__ __forceinline__ void prepare(const TppParams& p, float (&s)[4][4], i32 first_key,
+                                          bool masked, const int2* row_limits, i32 num_keys,
+                                          u32 lane) const {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
 #pragma unroll
@@ -152,87 +107,113 @@ struct Warp {
         for (u32 j = 0; j < 4; ++j) s[i][j] = soft_capped(s[i][j], p.cap_log2);
       }
     }
-    // Rows of V past the last key hold whatever was there: 0 times that may be NaN.
-    u32 keep[2][2];
     if (masked) {
       const int2 limits[2] = {row_limits[lane / 4], row_limits[lane / 4 + 8]};
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        const i32 first = first_key + static_cast<i32>(i * 8 + (lane & 3) * 2);
-        keep[i / 2][i & 1] =
-            (first < num_keys ? 0xffffu : 0u) | (first + 1 < num_keys ? 0xffff0000u : 0u);
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) {
-          const i32 key = first + static_cast<i32>(j & 1);
+          const i32 key = first_key + static_cast<i32>(i * 8 + (lane & 3) * 2 + (j & 1));
           const int2 limit = limits[j >> 1];
           if (key < limit.x || key > limit.y || key >= num_keys) s[i][j] = minus_infinity();
         }
       }
     }
-    float high[2];
+  }
+
+  // Scores times `factor`, which is not negative, become weights, as the fragments of 16 rows that
+  // the second product takes.
+  //
+  // The base of the exponentials need not be the largest score, so that none is looked for: it stays
+  // as long as f16 holds the weights and f32 their sums, and only when a lane's weights add up to
+  // more than LIMIT, or a row has no base yet, it is raised and the weights are made again.
+  template <u32 N>
+  __device__ __forceinline__ void weigh(const float (&s)[N][4], float factor,
+                                        u32 (&weights)[N / 2][4]) {
+    constexpr float LIMIT = 4096.0f;
+    float sum[2];
+    make_weights<N>(s, factor, weights, sum);
+    const bool holds = sum[0] <= LIMIT && sum[1] <= LIMIT && state.max[0] != minus_infinity() &&
+                       state.max[1] != minus_infinity();
+    if (!__all_sync(0xffffffffu, holds)) {
+      raise_base<N>(s, factor);
+      make_weights<N>(s, factor, weights, sum);
+    }
+    state.sum[0] += sum[0];
+    state.sum[1] += sum[1];
+  }
+
+  template <u32 N>
+  __device__ __forceinline__ void make_weights(const float (&s)[N][4], float factor,
+                                               u32 (&weights)[N / 2][4], float (&sum)[2]) const {
+    const float base[2] = {exponent_base(state.max[0]), exponent_base(state.max[1])};
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) {
+      float weight[4];
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) {
+        weight[j] = ptx::exp2_approx(fmaf(s[i][j], factor, -base[j >> 1]));
+      }
+      sum[0] += weight[0] + weight[1];
+      sum[1] += weight[2] + weight[3];
+      weights[i / 2][(i & 1) * 2] = T::pack(weight[0], weight[1]);
+      weights[i / 2][(i & 1) * 2 + 1] = T::pack(weight[2], weight[3]);
+    }
+  }
+
+  template <u32 N>
+  __device__ __forceinline__ void raise_base(const float (&s)[N][4], float factor) {
+    float shrink[2];
 #pragma unroll
     for (u32 r = 0; r < 2; ++r) {
-      high[r] = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
+      float high = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
 #pragma unroll
-      for (u32 i = 1; i < 4; ++i) high[r] = fmaxf(high[r], fmaxf(s[i][2 * r], s[i][2 * r + 1]));
+      for (u32 i = 1; i < N; ++i) high = fmaxf(high, fmaxf(s[i][2 * r], s[i][2 * r + 1]));
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2)) * factor;
+      const float max = fmaxf(high, state.max[r]);
+      shrink[r] = ptx::exp2_approx(state.max[r] - exponent_base(max));
+      state.max[r] = max;
+      state.sum[r] *= shrink[r];
     }
 #pragma unroll
-    for (u32 r = 0; r < 2; ++r) {
-      high[r] = fmaxf(high[r], __shfl_xor_sync(0xffffffffu, high[r], 1));
-      high[r] = fmaxf(high[r], __shfl_xor_sync(0xffffffffu, high[r], 2));
+    for (u32 i = 0; i < D / 8; ++i) {
+      o[i][0] *= shrink[0];
+      o[i][1] *= shrink[0];
+      o[i][2] *= shrink[1];
+      o[i][3] *= shrink[1];
     }
-    // The base need not be the largest score: it stays until one is 2^8 times above it, which f16
-    // weights and f32 sums hold, and most stages spare the rescaling.
-    if (__any_sync(0xffffffffu, high[0] > state.max[0] + 8.0f || high[1] > state.max[1] + 8.0f)) {
-      float factor[2];
-#pragma unroll
-      for (u32 r = 0; r < 2; ++r) {
-        const float max = fmaxf(high[r], state.max[r]);
-        factor[r] = ptx::exp2_approx(state.max[r] - exponent_base(max));
-        state.max[r] = max;
-        state.sum[r] *= factor[r];
-      }
-#pragma unroll
-      for (u32 i = 0; i < D / 8; ++i) {
-        o[i][0] *= factor[0];
-        o[i][1] *= factor[0];
-        o[i][2] *= factor[1];
-        o[i][3] *= factor[1];
-      }
-    }
-    u32 probability[2][4];
-    {
-      const float base[2] = {exponent_base(state.max[0]), exponent_base(state.max[1])};
+  }
+
+  // One stage by a warp alone: keys [first_key, first_key + 32) of the slice. `masked`: some row may
+  // not see all of them.
+  __device__ __forceinline__ void stage(const TppParams& p, u32 address, i32 first_key, bool masked,
+                                        const int2* row_limits, i32 num_keys, u32 lane) {
+    float s[4][4];
+    scores(s, address, lane);
+    prepare(p, s, first_key, masked, row_limits, num_keys, lane);
+    u32 weights[2][4];
+    weigh<4>(s, 1.0f, weights);
+    if (masked) {
+      // Rows of V past the last key hold whatever was there: 0 times that may be NaN.
+      u32 keep[2][2];
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) {
-          s[i][j] = ptx::exp2_approx(s[i][j] - base[j >> 1]);
-          state.sum[j >> 1] += s[i][j];
-        }
-        probability[i / 2][(i & 1) * 2] = T::pack(s[i][0], s[i][1]);
-        probability[i / 2][(i & 1) * 2 + 1] = T::pack(s[i][2], s[i][3]);
+        const i32 first = first_key + static_cast<i32>(i * 8 + (lane & 3) * 2);
+        keep[i / 2][i & 1] =
+            (first < num_keys ? 0xffffu : 0u) | (first + 1 < num_keys ? 0xffff0000u : 0u);
       }
-    }
-
-#if defined(CHUNKCACHE_TMA)
-    if constexpr (can_group) {
-      if (grouped) {
-        group_add_values(address + S::k_bytes, probability);
-        return;
-      }
-    }
-#endif
-    if (masked) {
-      add_values<true>(address + S::k_bytes, probability, keep, lane);
+      add_values<true>(address + S::k_bytes, weights, keep, lane);
     } else {
-      add_values<false>(address + S::k_bytes, probability, keep, lane);
+      const u32 keep[2][2] = {};
+      add_values<false>(address + S::k_bytes, weights, keep, lane);
     }
   }
 
   // o += P V
   template <bool MASKED>
-  __device__ __forceinline__ void add_values(u32 address, const u32 (&probability)[2][4],
+  __device__ __forceinline__ void add_values(u32 address, const u32 (&weights)[2][4],
                                              const u32 (&keep)[2][2], u32 lane) {
     const u32 row = ((lane >> 3) & 1) * 8 + (lane & 7);
     const u32 base = address + row * COLUMN_BYTES;
@@ -250,11 +231,62 @@ struct Warp {
           b[2] &= keep[half][0];
           b[3] &= keep[half][1];
         }
-        T::mma(o[2 * n], probability[half], b[0], b[1]);
-        T::mma(o[2 * n + 1], probability[half], b[2], b[3]);
+        T::mma(o[2 * n], weights[half], b[0], b[1]);
+        T::mma(o[2 * n + 1], weights[half], b[2], b[3]);
       }
     }
   }
+
+#if defined(CHUNKCACHE_TMA)
+  // The same by a warpgroup, four warps whose row tiles follow each other, for the stages of a whole
+  // step that all rows see. Keys and values are read from shared memory once for 64 rows, and the
+  // fragments lie as those of a single warp. The products are on their way when these return.
+  __device__ __forceinline__ void group_scores(float (&s)[4 * STEP][4],
+                                               const u32 (&address)[STEP]) const {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (u32 half = 0; half < STEP; ++half) {
+      const u64 keys = ptx::wgmma_descriptor(address[half]);
+#pragma unroll
+      for (u32 k = 0; k < k_steps; ++k) {
+        T::wgmma_scores(&s[half * 4], q[k],
+                        keys + (((k / 4) * BOX_BYTES + (k % 4) * 32) >> ptx::DESCRIPTOR_SHIFT),
+                        k > 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void group_weigh(const TppParams& p, float (&s)[4 * STEP][4],
+                                              u32 (&weights)[2 * STEP][4]) {
+    float factor = p.scale_log2;
+    if (p.cap_log2 != 0.0f) {
+#pragma unroll
+      for (u32 i = 0; i < 4 * STEP; ++i) {
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) s[i][j] = soft_capped(s[i][j] * factor, p.cap_log2);
+      }
+      factor = 1.0f;
+    }
+    weigh(s, factor, weights);
+  }
+
+  __device__ __forceinline__ void group_add_values(const u32 (&address)[STEP],
+                                                   const u32 (&weights)[2 * STEP][4]) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (u32 i = 0; i < 2 * STEP; ++i) {
+      const u64 values = ptx::wgmma_descriptor(address[i / 2] + S::k_bytes);
+#pragma unroll
+      for (u32 box = 0; box < S::boxes; ++box) {
+        T::wgmma_values(&o[box * 8], weights[i],
+                        values + ((box * BOX_BYTES + (i % 2) * 16 * COLUMN_BYTES) >>
+                                  ptx::DESCRIPTOR_SHIFT));
+      }
+    }
+    ptx::wgmma_commit();
+  }
+#endif
 };
 
 }  // namespace chunkcache::tpp

@@ -7,25 +7,28 @@
 namespace chunkcache::tpp {
 
 constexpr u32 MAX_CONSUMER_WARPS = 8;
-// Warps beside the producer that copy K/V, and all warps that share the copies by cp.async. The
-// tensor copy engine needs one thread but holds too few bytes in flight for the memory of an H200:
-// it brings K while the helpers bring V.
+// Warps beside the producer; together they share the copies by cp.async. The tensor copy engine needs
+// one thread but holds too few bytes in flight for the memory of an H200: it brings K while cp.async
+// brings V. Where warpgroups multiply it brings both: what cp.async wrote they would see only behind
+// a fence, which waits for all copies that are on their way.
 #if defined(CHUNKCACHE_TMA)
 constexpr bool TMA = true;
-constexpr u32 HELPERS = 3;
-constexpr u32 COPY_WARPS = 3;
 #else
 constexpr bool TMA = false;
-constexpr u32 HELPERS = 3;
-constexpr u32 COPY_WARPS = 4;
 #endif
+constexpr u32 HELPERS = 3;
+constexpr u32 COPY_THREADS = (1 + HELPERS) * 32;
 constexpr u32 KEYS = 32;            // keys of one ring stage
+constexpr u32 STEP = 2;             // stages of one K/V head that follow each other
 constexpr u32 ROWS = 16;            // query rows of one warp
 constexpr u32 COLUMN_BYTES = 128;   // width of one swizzled box
 constexpr u32 BOX_BYTES = KEYS * COLUMN_BYTES;
 constexpr u32 MAX_STAGES = 24;
 constexpr u32 ITEM_SLOTS = 4;
-constexpr u32 TAKE_NEXT_AT = 8;      // copies of an item left when the next is taken
+// Stages of an item left to copy when the next is taken, and when its row is asked for: early enough
+// to be there in time, late enough that a block does not hold work that others wait for.
+constexpr u32 TAKE_NEXT_AT = 20;
+constexpr u32 LOAD_NEXT_AT = 10;
 
 template <u32 D>
 struct Shape {
@@ -38,12 +41,10 @@ struct Shape {
   // Nine to twelve warps leave a thread 168 registers, up to eight 255: wide heads need those.
   static constexpr u32 consumer_warps = D <= 128 ? 8 : 4;
   static constexpr u32 threads = (consumer_warps + 1 + HELPERS) * 32;
-  // Stages that an item with key groups takes after its keys, as room for the block reduction: two
-  // fragments of 16 rows in f32 each.
-  static constexpr u32 reduce_stages = consumer_warps / 2;
-  static constexpr u32 reduce_pitch = boxes * 64;
   // 256 columns of q beside 256 columns of accumulators do not fit into the registers.
   static constexpr bool q_in_shared = D > 192;
+  // Warpgroup products: whole boxes, q in registers.
+  static constexpr bool can_group = TMA && D % 64 == 0 && !q_in_shared;
   static constexpr u32 q_bytes = q_in_shared ? consumer_warps * ROWS * row_bytes : 0;
 };
 
@@ -75,7 +76,15 @@ struct Role {
 // The head of an item without its page ids.
 struct Item {
   u32 ids_begin, num_keys, start_pos, kv_head, num_heads, tok_begin, num_tok, slot_begin;
-  u32 seq, first_query, row_tiles, key_groups, bounded, owner, num_owners, reserved;
+  u32 seq, first_query, row_tiles, key_groups, bounded, reserved[3];
+
+  __device__ __forceinline__ u32 rows(const TppParams& p) const { return num_tok * p.group; }
+
+  // Whether its row tiles are those of whole warpgroups.
+  template <u32 D>
+  __device__ __forceinline__ bool grouped() const {
+    return Shape<D>::can_group && row_tiles % 4 == 0;
+  }
 };
 static_assert(sizeof(Item) == ITEM_HEAD_WORDS * 4, "ItemRow");
 
@@ -93,9 +102,8 @@ struct ItemMessage {
   Role roles[MAX_CONSUMER_WARPS];
   u32 first_stage;    // stages of the items before it, over the whole launch
   u32 last;           // 1: there are no more items
-  u32 reductions;     // items with key groups before it
   KeyRange range;
-  u32 padding[2];
+  u32 padding[3];
 };
 
 struct Control {
@@ -104,16 +112,20 @@ struct Control {
   u64 item_full[ITEM_SLOTS];
   u64 item_empty[ITEM_SLOTS];
   u64 range_full[ITEM_SLOTS];
+  u64 claim_known;
+  u64 merge_known;
   u32 issued;                      // stages that the producer has begun to fill, over the launch
   u32 taken[MAX_CONSUMER_WARPS];   // items that each warp has finished
-  u32 padding[1];
+  u32 stolen;                      // 1: another block has this block's first item
+  u32 num_merge_items;             // of the launch, and this block's first
+  MergeItem merge_item;
   ItemMessage items[ITEM_SLOTS];
-  int2 limits[MAX_CONSUMER_WARPS * ROWS];          // keys a row sees, first and last
-  int4 keys[MAX_CONSUMER_WARPS];                   // first and last that all rows of a warp see,
-                                                   // first of the range, end of the range
-  float2 reduce_state[2][MAX_CONSUMER_WARPS * ROWS];  // max and sum of a warp's rows
+  int2 limits[MAX_CONSUMER_WARPS * ROWS];   // keys a row sees, first and last
+  int4 keys[MAX_CONSUMER_WARPS];            // first and last that all rows of a warp see, first of
+                                            // the range, end of the range
+  float row[8 * 128];                       // a row of accumulators for each consumer warp
 };
-static_assert(sizeof(Control) <= 6144, "CONTROL_BYTES in chunkcache/kernels/tpp.py");
+static_assert(sizeof(Control) <= 8192, "CONTROL_BYTES in chunkcache/kernels/tpp.py");
 
 // A position in a ring of stages.
 struct RingPosition {

@@ -56,9 +56,12 @@ struct PageIds {
   u32 begin;      // pages [begin, begin + count) are held
   u32 count;
   u32 mine;
+  u32 num_keys;   // that are wanted
+  u32 page_size;
 
-  __device__ __forceinline__ u32 get(u32 page, u32 lane, u32 num_pages) {
+  __device__ __forceinline__ u32 get(u32 page, u32 lane) {
     if (page - begin >= count) {
+      const u32 num_pages = (num_keys + page_size - 1) / page_size;
       begin = page;
       count = 32;
       mine = page + lane < num_pages ? ids[page + lane] : 0;
@@ -74,45 +77,59 @@ struct StageSource {
   u32 page1, offset1;
 };
 
-// Calls fill(source, K/V head) for every stage of an item, in ring order.
+// Calls fill(source, K/V head) for every stage of an item, in ring order: step by step, and within a
+// step head by head, so that what follows each other in memory is asked for together.
 template <class Fill>
 __device__ __forceinline__ void for_each_stage(const TppParams& p, const Item& item,
                                                const KeyRange& range, u32 inline_page, u32 lane,
                                                Fill&& fill) {
-  const u32 max_pages = item.num_keys == NONE ? NONE : item.num_keys / p.page_size;
-  const u32 num_pages = min((range.num_keys + p.page_size - 1) / p.page_size, max_pages);
-  u32 page = range.first_block * KEYS / p.page_size;
+  u32 page = range.first_block == 0 ? 0 : range.first_block * KEYS / p.page_size;
   u32 offset = range.first_block * KEYS - page * p.page_size;
-  PageIds pages{p.page_ids + item.ids_begin, 0, ITEM_PAGES, inline_page};
-  const auto step = [&] {
+  PageIds pages{p.page_ids + item.ids_begin, 0, ITEM_PAGES, inline_page, range.num_keys, p.page_size};
+  const auto advance = [&] {
     offset += p.box_tokens;
     if (offset >= p.page_size) {
       offset = 0;
       ++page;
     }
   };
-#pragma unroll 1
-  for (u32 block = range.first_block; block < range.end_block; ++block) {
-    StageSource from{1, pages.get(page, lane, num_pages), offset, 0, 0};
-    step();
+  const auto next = [&](u32 block) {
+    StageSource from{1, pages.get(page, lane), offset, 0, 0};
+    advance();
     if (p.box_tokens < KEYS) {
       if (block * KEYS + p.box_tokens < range.num_keys) {
         from.parts = 2;
-        from.page1 = pages.get(page, lane, num_pages);
+        from.page1 = pages.get(page, lane);
         from.offset1 = offset;
       }
-      step();
+      advance();
     }
+    return from;
+  };
 #pragma unroll 1
-    for (u32 head = 0; head < item.num_heads; ++head) fill(from, item.kv_head + head);
+  for (u32 block = range.first_block; block < range.end_block; block += STEP) {
+    const u32 blocks = min(range.end_block - block, STEP);
+    const StageSource first = next(block);
+    const StageSource second = blocks > 1 ? next(block + 1) : first;
+#pragma unroll 1
+    for (u32 i = 0; i < item.num_heads * blocks; ++i) {
+      const bool other = (i & (blocks - 1)) != 0;
+      const StageSource from{other ? second.parts : first.parts,
+                             other ? second.page0 : first.page0,
+                             other ? second.offset0 : first.offset0,
+                             other ? second.page1 : first.page1,
+                             other ? second.offset1 : first.offset1};
+      fill(from, item.kv_head + (blocks > 1 ? i / STEP : i));
+    }
   }
 }
 
 #if defined(CHUNKCACHE_TMA)
-// Sends K of one stage by the tensor copy engine.
+// Sends K of one stage by the tensor copy engine, and V with it where `both`.
 template <u32 D>
 __device__ __forceinline__ void copy_boxes(const TppParams& p, u32 stage, u32 full,
-                                           const StageSource& from, u32 head, u64 policy) {
+                                           const StageSource& from, u32 head, bool both,
+                                           u64 policy) {
   using S = Shape<D>;
   // With whole 128-byte columns, one copy brings all of them, box after box.
   constexpr bool whole = D % 64 == 0;
@@ -121,7 +138,7 @@ __device__ __forceinline__ void copy_boxes(const TppParams& p, u32 stage, u32 fu
   const u32 bytes = from.parts * S::boxes * part_bytes;
   const u32 copies = at_once ? 1 : from.parts * S::boxes;
   if (ptx::elect_one()) {
-    ptx::barrier_arrive_expect_bytes(full, bytes);
+    ptx::barrier_arrive_expect_bytes(full, both ? 2 * bytes : bytes);
 #pragma unroll 1
     for (u32 i = 0; i < copies; ++i) {
       const u32 part = i / S::boxes;
@@ -132,31 +149,54 @@ __device__ __forceinline__ void copy_boxes(const TppParams& p, u32 stage, u32 fu
       const u32 column = whole ? 0 : box * 64;
       const u32 columns = whole ? box : 0;
       ptx::copy_box(to, &p.k_map, full, policy, column, offset, columns, head, page);
+      if (both) {
+        ptx::copy_box(to + S::k_bytes, &p.v_map, full, policy, column, offset, columns, head, page);
+      }
     }
   }
   __syncwarp();
 }
 #endif
 
-// Thread `thread` of `threads` copies its share of the rows of K or of V.
+// Where K or V lie.
+struct Source {
+  const u8* base;
+  i64 page_bytes, head_bytes, token_bytes;
+};
+
+// Thread `thread` copies its share of the rows of K or of V of one stage.
 template <u32 D>
-__device__ __forceinline__ void copy_rows(const u8* base, i64 page_bytes, i64 head_bytes,
-                                          i64 token_bytes, u32 rows_of_part, u32 to,
-                                          const StageSource& from, u32 head, u64 policy, u32 thread,
-                                          u32 threads) {
+__device__ __forceinline__ void copy_rows(const Source& source, u32 box_tokens, u32 to,
+                                          const StageSource& from, u32 head, u64 policy,
+                                          u32 thread) {
   constexpr u32 pieces = Shape<D>::row_bytes / 16;
+  constexpr u32 rows_at_once = COPY_THREADS / pieces;
+  if (COPY_THREADS % pieces == 0 && rows_at_once % 8 == 0 && box_tokens == KEYS) {
+    // A thread's pieces lie one below the other, also once they are swizzled.
+    const u32 row = thread / pieces;
+    const u32 piece = thread % pieces;
+    const u8* at = source.base + from.page0 * source.page_bytes + head * source.head_bytes +
+                   (from.offset0 + row) * source.token_bytes + piece * 16;
+    to += (piece / 8) * BOX_BYTES + swizzled(row, piece % 8);
+#pragma unroll
+    for (u32 i = 0; i < KEYS; i += rows_at_once) {
+      ptx::copy_async_16(to + i * COLUMN_BYTES, at, policy);
+      at += rows_at_once * source.token_bytes;
+    }
+    return;
+  }
 #pragma unroll 1
   for (u32 part = 0; part < from.parts; ++part) {
     const u32 page = part == 0 ? from.page0 : from.page1;
     const u32 offset = part == 0 ? from.offset0 : from.offset1;
-    const u8* source = base + page * page_bytes + head * head_bytes + offset * token_bytes;
-#pragma unroll 4
-    for (u32 i = thread; i < rows_of_part * pieces; i += threads) {
+    const u8* at = source.base + page * source.page_bytes + head * source.head_bytes +
+                   offset * source.token_bytes;
+#pragma unroll 1
+    for (u32 i = thread; i < box_tokens * pieces; i += COPY_THREADS) {
       const u32 row = i / pieces;
       const u32 piece = i % pieces;
-      ptx::copy_async_16(
-          to + (piece / 8) * BOX_BYTES + swizzled(part * rows_of_part + row, piece % 8),
-          source + row * token_bytes + piece * 16, policy);
+      ptx::copy_async_16(to + (piece / 8) * BOX_BYTES + swizzled(part * box_tokens + row, piece % 8),
+                         at + row * source.token_bytes + piece * 16, policy);
     }
   }
 }
@@ -166,33 +206,53 @@ template <u32 D>
 __device__ __forceinline__ void copy_share(const TppParams& p, u32 stage, u32 full,
                                            const StageSource& from, u32 head, u64 policy,
                                            u32 thread) {
-  constexpr u32 threads = COPY_WARPS * 32;
-#if !defined(CHUNKCACHE_TMA)
-  copy_rows<D>(static_cast<const u8*>(p.k), p.k_page_bytes, p.k_head_bytes, p.k_token_bytes,
-               p.box_tokens, stage, from, head, policy, thread, threads);
-#endif
-  copy_rows<D>(static_cast<const u8*>(p.v), p.v_page_bytes, p.v_head_bytes, p.v_token_bytes,
-               p.box_tokens, stage + Shape<D>::k_bytes, from, head, policy, thread, threads);
+  if constexpr (!TMA) {
+    const Source k{static_cast<const u8*>(p.k), p.k_page_bytes, p.k_head_bytes, p.k_token_bytes};
+    copy_rows<D>(k, p.box_tokens, stage, from, head, policy, thread);
+  }
+  const Source v{static_cast<const u8*>(p.v), p.v_page_bytes, p.v_head_bytes, p.v_token_bytes};
+  copy_rows<D>(v, p.box_tokens, stage + Shape<D>::k_bytes, from, head, policy, thread);
   ptx::copy_async_arrive(full);
 }
 
+// The queue's first word counts the items it has handed out, below STARTED, and the blocks that have
+// claimed their first item.
+constexpr u32 STARTED = 1u << 20;
+constexpr u32 CLAIMS = 2;
+
+// The first item of a block that has not claimed it, or NONE: now it is this block's.
+__device__ __forceinline__ u32 steal(u32* queue, u32 first_items, u32 lane) {
+#pragma unroll 1
+  for (u32 first = 0; first < first_items; first += 32) {
+    const u32 item = first + lane;
+    u32 free = __ballot_sync(
+        ~0u, item < first_items && *const_cast<volatile u32*>(queue + CLAIMS + item) == 0);
+#pragma unroll 1
+    while (free != 0) {
+      const u32 at = __ffs(free) - 1;
+      free &= free - 1;
+      const u32 claim = lane == at ? atomicExch(queue + CLAIMS + item, 1u) : 0;
+      if (__shfl_sync(~0u, claim, at) == 0) return first + at;
+    }
+  }
+  return NONE;
+}
+
+// `word`: this lane's of row blockIdx.x of the items.
 template <u32 D>
-__device__ __forceinline__ void produce(const TppParams& p, Control& control, u32 ring, u32 lane) {
+__device__ __forceinline__ void produce(const TppParams& p, Control& control, u32 ring, u32 word,
+                                        u32 num_items, u32 lane) {
   using S = Shape<D>;
   const u64 policy = ptx::policy_evict_first();
-  const u32 num_items = p.header->num_items;
+  u32 index = blockIdx.x;
+  u32 held = NONE;    // an item of the queue that waits until all first items are claimed
   RingPosition stage{0, 0};
   u32 issued = 0;
-  u32 reductions = 0;
   RingPosition slot{0, 0};
-  u32 index = blockIdx.x;
-  u32 word = 0;
-  if (index < num_items) word = reinterpret_cast<const u32*>(p.items + index)[lane];
 #if defined(CHUNKCACHE_TMA)
   // Tables are written by launches that let none start early; all else is read from here on.
   ptx::wait_for_launches_before();
 #endif
-  if (lane == 0) atomicAdd(p.queue + 2, 1u);
   while (index < num_items) {
     Item item;
     u32* fields = reinterpret_cast<u32*>(&item);
@@ -206,7 +266,6 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
     if (lane == 0) {
       message.first_stage = issued;
       message.last = 0;
-      message.reductions = reductions;
     }
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&control.item_full[slot.slot]));
@@ -220,17 +279,32 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
     slot.advance(1, ITEM_SLOTS);
 
     const u32 inline_page = __shfl_sync(~0u, word, ITEM_HEAD_WORDS + lane % ITEM_PAGES);
-    // The next item is taken when few copies of this one are left: early enough to be there in time,
-    // late enough that a long item's block does not take work that others wait for.
-    u32 next = 0;
+    const bool grouped = item.grouped<D>();
     u32 left = (range.end_block - range.first_block) * item.num_heads;
     const u32 take_at = min(left, TAKE_NEXT_AT);
-    const auto take = [&] {
-      if (lane == 0) next = gridDim.x + atomicAdd(p.queue, 1u);
+    // A short item's copies go out first: nobody waits for the queue then.
+    const u32 load_at = take_at > LOAD_NEXT_AT ? LOAD_NEXT_AT : 0;
+    u32 ticket = 0;
+    const auto look_ahead = [&] {
+      if (left == take_at && lane == 0 && held == NONE) ticket = atomicAdd(p.queue, 1u);
+      if (left == load_at) {
+        bool all_started = false;
+        if (held == NONE) {
+          ticket = __shfl_sync(~0u, ticket, 0);
+          held = gridDim.x + ticket % STARTED;
+          all_started = ticket / STARTED == gridDim.x;
+        }
+        index = all_started ? NONE : steal(p.queue, min(gridDim.x, num_items), lane);
+        if (index == NONE) {
+          index = held;
+          held = NONE;
+        }
+        if (index < num_items) word = reinterpret_cast<const u32*>(p.items + index)[lane];
+      }
     };
-    if (left == 0) take();
     for_each_stage(p, item, range, inline_page, lane, [&](const StageSource& from, u32 head) {
-      if (left-- == take_at) take();
+      look_ahead();
+      --left;
       ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]), stage.phase ^ 1);
       // The slot's fill before this one has landed and was read: from here on the parity of its
       // barrier is unambiguous, also to a warp that did not take part in that fill.
@@ -239,40 +313,64 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
       const u32 to = ring + stage.slot * S::stage_bytes;
       const u32 full = ptx::shared_address(&control.full[stage.slot]);
 #if defined(CHUNKCACHE_TMA)
-      copy_boxes<D>(p, to, full, from, head, policy);
-#else
-      copy_share<D>(p, to, full, from, head, policy, lane);
+      copy_boxes<D>(p, to, full, from, head, grouped, policy);
 #endif
+      if (grouped) {
+        ptx::barrier_arrive(full);
+      } else {
+        copy_share<D>(p, to, full, from, head, policy, lane);
+      }
       stage.advance(1, p.ring_stages);
     });
-
-    if (item.key_groups > 1) {
-      ++reductions;
-      for (u32 i = 0; i < S::reduce_stages; ++i) {
-        ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]), stage.phase ^ 1);
-        ++issued;
-        if (lane == 0) ptx::publish(ptx::shared_address(&control.issued), issued);
-        if (!TMA || lane == 0) ptx::barrier_arrive(ptx::shared_address(&control.full[stage.slot]));
-        stage.advance(1, p.ring_stages);
-      }
-    }
-    // Not before the copies are on their way.
-    next = __shfl_sync(~0u, next, 0);
-    if (next < num_items) word = reinterpret_cast<const u32*>(p.items + next)[lane];
-    index = next;
+    if (load_at == 0) look_ahead();
   }
 
   ptx::barrier_wait(ptx::shared_address(&control.item_empty[slot.slot]), slot.phase ^ 1);
   if (lane == 0) {
     control.items[slot.slot].last = 1;
     ptx::barrier_arrive(ptx::shared_address(&control.item_full[slot.slot]));
-    // The last block to take its last item leaves the queue as it found it.
+  }
+  // The last block to take its last item leaves the queue as it found it.
+  ptx::barrier_wait(ptx::shared_address(&control.claim_known), 0);
+  u32 done = 0;
+  if (lane == 0) {
     __threadfence();
-    if (atomicAdd(p.queue + 1, 1u) == gridDim.x - 1) {
-      p.queue[0] = 0;
-      p.queue[1] = 0;
-      p.queue[2] = gridDim.x;
-    }
+    done = atomicAdd(p.queue + 1, 1u);
+  }
+  if (__shfl_sync(~0u, done, 0) == gridDim.x - 1) {
+    for (u32 i = lane; i < CLAIMS + gridDim.x; i += 32) p.queue[i] = 0;
+  }
+}
+
+// Brings what the consumers will read at an item's start and end into the L1: the rows of the tables
+// and of q, each behind the one before it.
+__device__ __forceinline__ void warm(const TppParams& p, const Item& item, u32 lane) {
+#pragma unroll 1
+  for (u32 i = lane; i < item.num_tok; i += 32) {
+    const TokenRow token = p.tokens[item.tok_begin + i];
+    if (item.slot_begin == NONE && token.num_partials != 0) ptx::touch(p.merges + token.merge_begin);
+    const u16* q = static_cast<const u16*>(p.q) + token.q_row * p.q_row +
+                   item.kv_head * p.group * p.q_head;
+    ptx::touch(p.sequences + token.seq);
+#pragma unroll 1
+    for (u32 k = 0; k < item.num_heads * p.group; ++k) ptx::touch(q + k * p.q_head);
+  }
+}
+
+// The same for this block's first merge item, which goes to shared memory.
+__device__ __forceinline__ void warm_merges(const TppParams& p, Control& control, u32 lane) {
+  const u32 num_items = p.header->num_merge_items;
+  MergeItem item{0, 0, 0, 0};
+  if (blockIdx.x < num_items) item = p.merge_items[blockIdx.x];
+  if (lane == 0) {
+    control.num_merge_items = num_items;
+    control.merge_item = item;
+  }
+#pragma unroll 1
+  for (u32 i = lane; i < item.num_tok; i += 32) {
+    const TokenRow token = p.tokens[item.tok_begin + i];
+#pragma unroll 1
+    for (u32 k = 0; k < token.num_partials; k += 8) ptx::touch(p.merges + token.merge_begin + k);
   }
 }
 
@@ -287,27 +385,46 @@ __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 r
   const u64 policy = ptx::policy_evict_first();
   RingPosition stage{0, 0};
   RingPosition slot{0, 0};
-  const u32 thread = (helper + COPY_WARPS - HELPERS) * 32 + lane;
+  if (helper == 0) {
+    warm_merges(p, control, lane);
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&control.merge_known));
+  }
+  if (helper == 1 && lane == 0) {
+    // A block that starts late may find its first item taken; nobody waits for the answer before
+    // the item's end.
+    control.stolen = atomicExch(p.queue + CLAIMS + blockIdx.x, 1u);
+    atomicAdd(p.queue, STARTED);
+    __threadfence();
+    ptx::barrier_arrive(ptx::shared_address(&control.claim_known));
+  }
+  __syncwarp();
+  const u32 thread = (1 + helper) * 32 + lane;
   while (true) {
     ptx::barrier_wait(ptx::shared_address(&control.item_full[slot.slot]), slot.phase);
     const ItemMessage& message = control.items[slot.slot];
     if (message.last != 0) break;
+    if (helper == HELPERS - 1) warm(p, message.item, lane);
     ptx::barrier_wait(ptx::shared_address(&control.range_full[slot.slot]), slot.phase);
-    for_each_stage(p, message.item, message.range, message.pages[lane % ITEM_PAGES], lane,
-                   [&](const StageSource& from, u32 head) {
-                     ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]),
-                                       stage.phase ^ 1);
-                     copy_share<D>(p, ring + stage.slot * S::stage_bytes,
-                                   ptx::shared_address(&control.full[stage.slot]), from, head,
-                                   policy, thread);
-                     stage.advance(1, p.ring_stages);
-                   });
-    if (message.item.key_groups > 1) {
-      for (u32 i = 0; i < S::reduce_stages; ++i) {
+    if (message.item.grouped<D>()) {
+      const KeyRange range = message.range;
+      const u32 stages = (range.end_block - range.first_block) * message.item.num_heads;
+#pragma unroll 1
+      for (u32 i = 0; i < stages; ++i) {
         ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]), stage.phase ^ 1);
         ptx::barrier_arrive(ptx::shared_address(&control.full[stage.slot]));
         stage.advance(1, p.ring_stages);
       }
+    } else {
+      for_each_stage(p, message.item, message.range, message.pages[lane % ITEM_PAGES], lane,
+                     [&](const StageSource& from, u32 head) {
+                       ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]),
+                                         stage.phase ^ 1);
+                       copy_share<D>(p, ring + stage.slot * S::stage_bytes,
+                                     ptx::shared_address(&control.full[stage.slot]), from, head,
+                                     policy, thread);
+                       stage.advance(1, p.ring_stages);
+                     });
     }
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&control.item_empty[slot.slot]));

@@ -35,9 +35,9 @@ __all__ = [
 __version__: str
 
 _Words: TypeAlias = npt.NDArray[np.uint32]
-_Heads: TypeAlias = tuple[int, int, int]
+_Heads: TypeAlias = tuple[int, int, int, bool]
 _Costs: TypeAlias = tuple[int, float, float, float]
-_Work: TypeAlias = tuple[_Words, _Words, _Words, _Words, int]
+_Work: TypeAlias = tuple[_Words, _Words, _Words, _Words, _Words, int]
 _Options: TypeAlias = tuple[float | None, float | None, int, Sharing, Isa | None]
 
 @final

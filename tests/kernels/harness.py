@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from chunkcache.kernels.driver import Launch
 from chunkcache.kernels.params import Operands, Scores, Strides
 from chunkcache.kernels.tpp import Pages, TppAttention, TppTables
 from chunkcache.kernels.work import DeviceCosts, cut_tables
 
-from .trees import Node, build, error, reference
+from .trees import Forest, Node, build, error, reference
 
 TORCH_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 TOLERANCE = {"F16": 1e-3, "BF16": 8e-3}
@@ -72,8 +73,47 @@ def paged(
     return both[:, 0], both[:, 1]
 
 
+@dataclass
+class Prepared:
+    """A launch and its operands, which live as long as this."""
+
+    launch: Launch
+    tables: TppTables
+    forest: Forest
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def answer(self) -> Answer:
+        """What the last launch gave; waits for it."""
+        torch.cuda.synchronize()
+        ref_out, ref_lse = reference(
+            self.forest,
+            self.q,
+            self.k,
+            self.v,
+            sm_scale=self.case.head_dim**-0.5,
+            logits_soft_cap=self.case.logits_soft_cap,
+            window_left=self.case.window_left,
+        )
+        return Answer(self.out, self.lse, ref_out, ref_lse)
+
+
 def run(case: Case, repeats: int = 1) -> Answer:
     """Random inputs, poisoned outputs and unused K/V; the last of `repeats` equal launches."""
+    prepared = prepare(case)
+    for _ in range(repeats):
+        prepared.out.fill_(float("nan"))
+        prepared.lse.fill_(float("nan"))
+        prepared.launch.run(torch.cuda.current_stream().cuda_stream)
+    return prepared.answer()
+
+
+def prepare(case: Case) -> Prepared:
+    """Random inputs, NaN in the outputs and in K/V that no query sees."""
     rng = np.random.default_rng(case.seed)
     torch.manual_seed(case.seed)
     dtype = TORCH_TYPES[case.element]
@@ -100,7 +140,7 @@ def run(case: Case, repeats: int = 1) -> Answer:
         device, case.element, case.num_qo_heads, case.num_kv_heads, case.head_dim, case.path
     )
     schedule = cut_tables(forest.tables, attention.heads, DeviceCosts(num_blocks=case.num_blocks))
-    tables = TppTables(device, forest.tables, schedule, case.num_qo_heads, case.head_dim, stream)
+    tables = TppTables(device, forest.tables, schedule, case.head_dim, stream)
     scale = case.head_dim**-0.5
     k_strides, v_strides = (
         Strides(page=x.stride(0) * 2, head=x.stride(2) * 2, token=x.stride(1) * 2) for x in (k, v)
@@ -119,21 +159,7 @@ def run(case: Case, repeats: int = 1) -> Answer:
         ),
         Scores(scale, case.logits_soft_cap, case.window_left),
     )
-    for _ in range(repeats):
-        out.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        launch.run(stream)
-    torch.cuda.synchronize()
-    ref_out, ref_lse = reference(
-        forest,
-        q,
-        k,
-        v,
-        sm_scale=scale,
-        logits_soft_cap=case.logits_soft_cap,
-        window_left=case.window_left,
-    )
-    return Answer(out, lse, ref_out, ref_lse)
+    return Prepared(launch, tables, forest, case, q, k, v, out, lse)
 
 
 def _pages(roots: list[Node], page_size: int) -> int:

@@ -113,9 +113,11 @@ class TestCapturedStep:
     def test_a_step_is_captured_with_padding_alone(self):
         serving = Serving(rows=5, capacity=200)
         with torch.inference_mode():
-            smaller, serving.step = (
-                serving.capture(serving.cache.plan([None] * rows)) for rows in (2, 5)
-            )
+            steps = []
+            for rows in (2, 5):
+                with serving.cache.plan([None] * rows) as plan:
+                    steps.append(serving.capture(plan))
+        smaller, serving.step = steps
         seqs = [serving.insert([*range(300), i]) for i in range(5)]
         for token in range(1, 40):
             serving.decode(seqs)

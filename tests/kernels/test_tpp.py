@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from .device import NEEDS_CUDA, PATHS
-from .harness import TOLERANCE, Case, run
+from .harness import TOLERANCE, Case, prepare, run
 from .trees import Node
 
 pytestmark = NEEDS_CUDA
@@ -104,6 +104,20 @@ def test_same_plan_twice_gives_the_same_bits(path):
     first, again = run(case, repeats=1), run(case, repeats=5)
     assert torch.equal(first.out, again.out)
     assert torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_launches_on_two_streams_do_not_wait_for_each_other(path):
+    roots = two_levels(2048, [64, 500, 1, 3] * 8)
+    cases = [Case(roots, path=path, seed=seed, num_qo_heads=32) for seed in (1, 2)]
+    prepared = [prepare(case) for case in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    for _ in range(100):
+        for each, stream in zip(prepared, streams, strict=True):
+            each.launch.run(stream.cuda_stream)
+    for each in prepared:
+        assert each.answer().out_error <= TOLERANCE["F16"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,5 +1,7 @@
 """Work items: every key of every row exactly once, every partial merged exactly once."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +27,16 @@ def cover(plan: PlanTables, schedule: Schedule, heads: Heads) -> None:
     """Walk the items as the kernel does, on sets of keys instead of numbers."""
     seen: dict[tuple[int, int], list[int]] = {}
     slots: dict[int, tuple[int, int, int]] = {}
-    owners: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    done: set[tuple[int, int, int]] = set()
+    tokens = schedule.tokens.astype(np.int64)
+
+    def finish(t: int, head: int, g: int) -> None:
+        assert (t, head, g) not in done
+        done.add((t, head, g))
+        begin, count = tokens[t, 2:]
+        for base, stride in schedule.merges[begin : begin + count].astype(np.int64):
+            assert slots.pop(base + head * stride + g) == (t, head, g)
+
     for item in schedule.items.astype(np.int64):
         ids_begin, num_keys, start, kv_head, num_heads, tok, num_tok, slot = item[:8]
         row_tiles, key_groups = item[10], item[11]
@@ -34,10 +45,10 @@ def cover(plan: PlanTables, schedule: Schedule, heads: Heads) -> None:
         assert row_tiles * num_heads * key_groups <= heads.warps
         positions = []
         for t in range(tok, tok + num_tok):
-            seq = plan.sequences[schedule.tokens[t, 1]].astype(np.int64)
-            positions.append(seq[3] - seq[2] + schedule.tokens[t, 0] - seq[1])
+            seq = plan.sequences[tokens[t, 1]].astype(np.int64)
+            positions.append(seq[3] - seq[2] + tokens[t, 0] - seq[1])
         end = start + num_keys if num_keys != NONE else max(positions) + 1
-        end = min(end, max(positions) + 1)
+        end = max(min(end, max(positions) + 1), start)
         if not item[12]:
             assert end == start + num_keys
             assert min(positions) + 1 >= end
@@ -45,31 +56,34 @@ def cover(plan: PlanTables, schedule: Schedule, heads: Heads) -> None:
         listed = plan.page_ids[ids_begin : ids_begin + pages]
         inline = item[ITEM_HEAD_WORDS : ITEM_HEAD_WORDS + min(pages, INLINE_PAGES)]
         assert (inline == listed[: len(inline)]).all()
+        assert slot != NONE or key_groups == 1
+        stride = rows if rows < 8 else -(-rows // 8) * 8
+        for head, group in itertools.product(range(num_heads), range(key_groups)):
+            for row in range(rows):
+                at = (int(tok + row // heads.group), int(kv_head + head), int(row % heads.group))
+                if slot != NONE:
+                    slots_of_row = slot + (head * key_groups + group) * stride + row
+                    assert slots_of_row not in slots
+                    assert slots_of_row < schedule.num_slots
+                    slots[slots_of_row] = at
+                elif group == 0:
+                    finish(*at)
         for head in range(kv_head, kv_head + num_heads):
             for i, t in enumerate(range(tok, tok + num_tok)):
-                keys = seen.setdefault((t, head), [])
-                keys += range(start, min(end, positions[i] + 1))
-                for g in range(heads.group):
-                    if slot != NONE:
-                        at = slot + (head - kv_head) * rows + i * heads.group + g
-                        assert at not in slots
-                        slots[at] = (t, head, g)
-                owners.setdefault((t, head), []).append((item[13], item[14]))
-            if slot == NONE:
-                assert len(owners[tok, head]) == 1
-    for t, (_, seq, begin, count) in enumerate(schedule.tokens.astype(np.int64)):
+                seen.setdefault((t, head), []).extend(range(start, min(end, positions[i] + 1)))
+    for tok, num_tok, first_unit, num_units in schedule.merge_items.astype(np.int64):
+        rows = num_tok * heads.group
+        for at in range(8 * first_unit, 8 * (first_unit + num_units)):
+            head, row = divmod(at, rows)
+            if head < heads.num_kv_heads:
+                finish(tok + row // heads.group, head, row % heads.group)
+    assert not slots
+    for t, (_, seq, _, _) in enumerate(tokens):
         row = plan.sequences[seq].astype(np.int64)
-        position = row[3] - row[2] + schedule.tokens[t, 0] - row[1]
+        position = row[3] - row[2] + tokens[t, 0] - row[1]
         for head in range(heads.num_kv_heads):
             assert sorted(seen.get((t, head), [])) == list(range(position + 1))
-            claims = owners.get((t, head), [])
-            assert len(claims) == count
-            if any(total for _, total in claims):
-                assert sorted(claims) == [(i, count) for i in range(count)]
-            if count > 1:
-                for base, stride in schedule.merges[begin : begin + count].astype(np.int64):
-                    for g in range(heads.group):
-                        assert slots.pop(base + head * stride + g) == (t, head, g)
+            assert all((t, head, g) in done for g in range(heads.group))
 
 
 FOREST = st.lists(
@@ -87,8 +101,9 @@ FOREST = st.lists(
     num_kv_heads=st.integers(1, 12),
     warps=st.sampled_from([4, 8]),
     num_blocks=st.sampled_from([1, 10, 132, 1000]),
+    grouped=st.booleans(),
 )
-def test_every_key_once(groups, page_size, qo_len, group, num_kv_heads, warps, num_blocks):
+def test_every_key_once(groups, page_size, qo_len, group, num_kv_heads, warps, num_blocks, grouped):
     roots = [
         Node(
             shared * page_size * 3,
@@ -98,7 +113,7 @@ def test_every_key_once(groups, page_size, qo_len, group, num_kv_heads, warps, n
     ]
     rng = np.random.default_rng(3)
     plan = build(roots, page_size, 5000, rng).tables
-    heads = Heads(num_kv_heads, group, warps)
+    heads = Heads(num_kv_heads, group, warps, grouped)
     cover(plan, cut_tables(plan, heads, DeviceCosts(num_blocks=num_blocks)), heads)
 
 

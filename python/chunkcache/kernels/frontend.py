@@ -224,14 +224,8 @@ def device_tables(plan: Plan, attention: TppAttention, stream: int) -> TppTables
     if attention not in made:
         costs = costs_of(attention.device)
         schedule = cut_plan(plan, attention.heads, costs)
-        made[attention] = TppTables(
-            attention.device,
-            plan_tables(plan),
-            schedule,
-            attention.num_qo_heads,
-            attention.head_dim,
-            stream,
-        )
+        tables = plan_tables(plan)
+        made[attention] = TppTables(attention.device, tables, schedule, attention.head_dim, stream)
     return made[attention]
 
 

@@ -9,12 +9,12 @@ import struct
 from typing import Any, NamedTuple
 
 from chunkcache._core import DeviceCache, Plan
-from chunkcache.kernels.driver import Launch, load
+from chunkcache.kernels.driver import Launch, limits, load
 from chunkcache.kernels.exposed import int64_words
 from chunkcache.kernels.params import TableAddresses
 from chunkcache.kernels.staging import CudaTransfers, StagingRing
 from chunkcache.kernels.table import find
-from chunkcache.kernels.tpp import DeviceWords
+from chunkcache.kernels.tpp import NOT_WRITTEN, DeviceWords
 
 _NUM_ITEMS = 13  # words of the header before the number of items (rust/core/src/plan/layout.rs)
 _THREADS = 1024
@@ -26,6 +26,7 @@ class TableLayout(NamedTuple):
     sequences: int
     page_ids: int
     items: int
+    merge_items: int
     tokens: int
     merges: int
     pad_rows: int
@@ -55,43 +56,39 @@ class TableState(NamedTuple):
 
 
 class Workspace:
-    """Partial states and counters of one launch after another."""
+    """Partial states and the queue of one launch after another."""
 
-    def __init__(
-        self, device: int, num_slots: int, num_qo_heads: int, head_dim: int, max_rows: int
-    ) -> None:
+    def __init__(self, device: int, num_slots: int, num_qo_heads: int, head_dim: int) -> None:
         """Allocate the workspace; `prepare` comes before its first launch.
 
         Args:
             device: CUDA ordinal.
-            num_slots: partial states.
-            num_qo_heads: query heads.
+            num_slots: partial states, rounded up to a multiple of 8.
+            num_qo_heads: query heads of the steps that it is for.
             head_dim: columns of a partial state.
-            max_rows: query tokens of a step.
         """
+        num_slots = -(-num_slots // 8) * 8
         self.num_slots = num_slots
         self.num_qo_heads = num_qo_heads
-        self._max_rows = max_rows
-        self._counters = DeviceWords(device, 256 + 4 * max_rows * num_qo_heads)
-        self._lse_bytes = -(-4 * num_slots // 256) * 256
+        self._queue = DeviceWords(device, 4 * (2 + limits(device).num_multiprocessors))
+        self._lse_bytes = -(-4 * num_slots * (head_dim // 16) // 256) * 256
         self._partials = DeviceWords(device, self._lse_bytes + 4 * num_slots * head_dim)
 
-    def has_room(self, num_slots: int, num_qo_heads: int, max_rows: int) -> bool:
+    def has_room(self, num_slots: int, num_qo_heads: int) -> bool:
         """Return whether steps of this kind can use the workspace."""
-        fits = num_slots <= self.num_slots and max_rows <= self._max_rows
-        return fits and num_qo_heads == self.num_qo_heads
+        return num_slots <= self.num_slots and num_qo_heads == self.num_qo_heads
 
     def prepare(self, stream: int) -> None:
         """Bring the memory into the state that every launch finds and leaves."""
-        self._counters.fill(0, stream)
+        self._queue.fill(0, stream)
+        self._partials.fill(NOT_WRITTEN, stream)
 
     def addresses(self) -> dict[str, int]:
         """Return what `TableAddresses` takes."""
         return {
             "partial_out": self._partials.address + self._lse_bytes,
             "partial_lse": self._partials.address,
-            "arrivals": self._counters.address + 256,
-            "queue": self._counters.address,
+            "queue": self._queue.address,
         }
 
 
@@ -178,6 +175,7 @@ class DeviceImage:
             TableAddresses(
                 header=base + 4 * _NUM_ITEMS,
                 items=base + 4 * layout.items,
+                merge_items=base + 4 * layout.merge_items,
                 tokens=base + 4 * layout.tokens,
                 sequences=base + 4 * layout.sequences,
                 merges=base + 4 * layout.merges,

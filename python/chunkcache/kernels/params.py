@@ -34,6 +34,7 @@ class TableAddresses:
 
     header: int
     items: int
+    merge_items: int
     tokens: int
     sequences: int
     merges: int
@@ -41,7 +42,6 @@ class TableAddresses:
     pad_rows: int
     partial_out: int
     partial_lse: int
-    arrivals: int
     queue: int
 
 
@@ -109,6 +109,7 @@ def tpp_params(
             "<11Q",
             tables.header,
             tables.items,
+            tables.merge_items,
             tables.tokens,
             tables.sequences,
             tables.merges,
@@ -116,7 +117,6 @@ def tpp_params(
             tables.pad_rows,
             tables.partial_out,
             tables.partial_lse,
-            tables.arrivals,
             tables.queue,
         )
         + struct.pack(

@@ -254,10 +254,10 @@ class DeviceStorage:
 
     def workspace(self, state: TableState, num_slots: int, stream: int) -> Workspace:
         """Return a workspace with room for so many partial states, the present one if it has."""
-        held, rows = self._workspace, state.layout.max_rows
-        if held is None or not held.has_room(num_slots, state.num_qo_heads, rows):
+        held = self._workspace
+        if held is None or not held.has_room(num_slots, state.num_qo_heads):
             head_dim = self.shape.head_dim
-            held = Workspace(self.device, num_slots, state.num_qo_heads, head_dim, rows)
+            held = Workspace(self.device, num_slots, state.num_qo_heads, head_dim)
             held.prepare(stream)
             self._workspace = held
         return held

@@ -37,7 +37,8 @@ Path = Literal["sm_90", "sm_80"]
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 ELEMENTS = ("F16", "BF16")
 MAX_STAGES = 24
-CONTROL_BYTES = 6144  # `Control` in cuda/tpp/layout.cuh, rounded up
+NOT_WRITTEN = 0x80000000  # of a word of a partial state between launches (cuda/tpp/merge.cuh)
+CONTROL_BYTES = 8192  # `Control` in cuda/tpp/layout.cuh, rounded up
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,6 @@ class TppTables:
         device: int,
         plan: PlanTables,
         schedule: Schedule,
-        num_qo_heads: int,
         head_dim: int,
         stream: int,
     ) -> None:
@@ -130,16 +130,21 @@ class TppTables:
             device: CUDA ordinal.
             plan: the context tables.
             schedule: `cut_plan(plan, ...)`.
-            num_qo_heads: query heads.
             head_dim: columns of a partial state.
             stream: handle of the stream to copy on.
         """
         self.device = device
         self.page_size = plan.page_size
         self.num_items = len(schedule.items)
+        # Every block reads a row before it knows how many there are.
+        missing = max(limits(device).num_multiprocessors - len(schedule.items), 0)
         parts = {
-            "header": np.array([len(schedule.items), len(schedule.pad_rows)], dtype=np.uint32),
-            "items": schedule.items,
+            "header": np.array(
+                [len(schedule.items), len(schedule.pad_rows), len(schedule.merge_items)],
+                dtype=np.uint32,
+            ),
+            "items": np.pad(schedule.items, ((0, missing), (0, 0))),
+            "merge_items": schedule.merge_items,
             "tokens": schedule.tokens,
             "sequences": plan.sequences,
             "merges": schedule.merges,
@@ -157,18 +162,17 @@ class TppTables:
             used += 4 * (len(flat) + padding)
         self._tables = DeviceWords(device, used)
         self._tables.write(np.concatenate(words), stream)
-        arrivals = 4 * len(schedule.tokens) * num_qo_heads
-        self._counters = DeviceWords(device, 256 + arrivals)
-        self._counters.fill(0, stream)
-        lse_bytes = -(-4 * schedule.num_slots // 256) * 256
+        self._queue = DeviceWords(device, 4 * (2 + limits(device).num_multiprocessors))
+        self._queue.fill(0, stream)
+        lse_bytes = -(-4 * schedule.num_slots * (head_dim // 16) // 256) * 256
         self._partials = DeviceWords(device, lse_bytes + 4 * schedule.num_slots * head_dim)
+        self._partials.fill(NOT_WRITTEN, stream)
         base = self._tables.address
         self.addresses = TableAddresses(
             **{name: base + offset for name, offset in offsets.items()},
             partial_out=self._partials.address + lse_bytes,
             partial_lse=self._partials.address,
-            arrivals=self._counters.address + 256,
-            queue=self._counters.address,
+            queue=self._queue.address,
         )
 
 
@@ -208,7 +212,10 @@ class TppAttention:
     def heads(self) -> Heads:
         """The head shape that items are cut for."""
         return Heads(
-            self.num_kv_heads, self.num_qo_heads // self.num_kv_heads, self._consumer_warps
+            self.num_kv_heads,
+            self.num_qo_heads // self.num_kv_heads,
+            self._consumer_warps,
+            grouped=self.path == "sm_90" and self.head_dim in (64, 128, 192),
         )
 
     @property

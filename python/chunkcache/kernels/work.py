@@ -57,9 +57,9 @@ class DeviceCosts:
     """
 
     num_blocks: int = 132
-    item: float = 300.0
-    row_tile: float = 0.3
-    partial_row: float = 2.0
+    item: float = 150.0
+    row_tile: float = 0.2
+    partial_row: float = 8.0
 
     def packed(self) -> tuple[int, float, float, float]:
         """Return the constants as the core takes them."""
@@ -74,15 +74,17 @@ class Heads:
         num_kv_heads: K/V heads.
         group: query heads per K/V head.
         warps: consumer warps of a block (8 up to head_dim 128, else 4).
+        grouped: whether four warps multiply as a warpgroup, 64 rows at a time.
     """
 
     num_kv_heads: int
     group: int
     warps: int
+    grouped: bool = False
 
-    def packed(self) -> tuple[int, int, int]:
+    def packed(self) -> tuple[int, int, int, bool]:
         """Return the shape as the core takes it."""
-        return self.num_kv_heads, self.group, self.warps
+        return self.num_kv_heads, self.group, self.warps, self.grouped
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,16 @@ class Schedule:
 
     Attributes:
         items: `[n, 32]` (`ItemRow` in `cuda/params.h`).
+        merge_items: `[m, 4]` tok_begin, num_tok, first_unit, num_units (`MergeItem`).
         tokens: `[tokens, 4]` q_row, seq, merge_begin, num_partials; depth-first order.
-        merges: `[entries, 2]` slot base and stride per K/V head, in split order per token.
+        merges: `[entries, 2]` slot base and stride per K/V head, in split order per token, without
+            the state that the finishing item keeps.
         pad_rows: output rows that no key reaches.
-        num_slots: partial states to make room for.
+        num_slots: partial states to make room for, a multiple of 8.
     """
 
     items: Words
+    merge_items: Words
     tokens: Words
     merges: Words
     pad_rows: Words
@@ -161,10 +166,11 @@ def plan_tables(plan: Plan) -> PlanTables:
     )
 
 
-def _schedule(arrays: tuple[Any, Any, Any, Any, int]) -> Schedule:
-    items, tokens, merges, pad_rows, num_slots = arrays
+def _schedule(arrays: tuple[Any, Any, Any, Any, Any, int]) -> Schedule:
+    items, merge_items, tokens, merges, pad_rows, num_slots = arrays
     return Schedule(
         items.reshape(-1, ITEM_WORDS),
+        merge_items.reshape(-1, 4),
         tokens.reshape(-1, 4),
         merges.reshape(-1, 2),
         pad_rows,

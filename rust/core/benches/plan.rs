@@ -53,7 +53,8 @@ impl Decoding {
         }
         let limits = Planner::default_limits(CHUNK, capacity);
         // Items for an H200, and heads as those of Llama 3.1 8B.
-        let cutter = Cutter::new(HeadShape::new(8, 4, 8).unwrap(), DeviceCosts::default()).unwrap();
+        let cutter =
+            Cutter::new(HeadShape::new(8, 4, 8, true).unwrap(), DeviceCosts::default()).unwrap();
         let work = WorkLimits { max_items: 1 << 14, max_rows: 1 << 13, max_merges: 1 << 15 };
         let planner = Planner::with_items(CHUNK, limits, work, cutter).unwrap();
         let staging = vec![0; planner.image().words().len() + 16];

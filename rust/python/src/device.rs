@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use chunkcache::error::{Error, Result};
 use chunkcache::kv::independent_runs;
-use chunkcache::plan::{DeviceCosts, HeadShape, Layout, WorkLimits};
+use chunkcache::plan::{DeviceCosts, Layout, WorkLimits};
 use chunkcache::pool::KvLayout;
 use chunkcache::tree::{PrefixTree, SeqHandle, TreeConfig};
 use pyo3::prelude::*;
@@ -14,11 +14,12 @@ use crate::plan::PyPlan;
 use crate::results::Committed;
 use crate::shared::{Backing, Device, Shared};
 use crate::tree::PyPrefixTree;
+use crate::work::{Heads, head_shape};
 
 /// Capacities of the work items' sections that new tables begin with: a decoding batch of a
 /// thousand sequences, or a prefill of a few thousand tokens. Larger steps make larger tables.
 const USUAL_WORK: WorkLimits =
-    WorkLimits { max_items: 1 << 13, max_rows: 1 << 12, max_merges: 1 << 15 };
+    WorkLimits { max_items: 1 << 14, max_rows: 1 << 12, max_merges: 1 << 15 };
 
 /// A run of copies `(src_chunk, dst_chunk, num_tokens)` that may be made all at once.
 type CopyRun = Vec<(u32, u32, usize)>;
@@ -46,7 +47,7 @@ impl DeviceCache {
         py: Python<'_>,
         address: u64,
         sizes: (u32, u32, u32, u32, u32, u32),
-        heads: (u32, u32, u32),
+        heads: Heads,
         costs: (u32, f32, f32, f32),
         #[pyo3(from_py_with = args::enable_prefix_sharing)] enable_prefix_sharing: bool,
     ) -> PyResult<Self> {
@@ -71,7 +72,7 @@ impl DeviceCache {
         let costs = DeviceCosts { num_blocks, item, row_tile, partial_row };
         costs.check().into_python(py)?;
         let device = Device {
-            shape: HeadShape::new(heads.0, heads.1, heads.2).into_python(py)?,
+            shape: head_shape(heads).into_python(py)?,
             costs,
             work: USUAL_WORK,
             copies: Vec::new(),
@@ -149,14 +150,14 @@ impl DeviceCache {
     }
 
     /// The tables of an open plan of this cache: their image and its version; its layout, as the
-    /// word offsets of sequences, page ids, items, tokens, merges, rows without keys, the number of
+    /// word offsets of sequences, page ids, items, merge items, tokens, merges, rows without keys, the number of
     /// words, and the rows that it has room for; the query heads that its items are cut for, and
     /// the partial slots that they need.
     ///
     /// Raises:
     ///     StalePlanError: the plan is closed, or its tables serve a later one.
     ///     InvalidConfigError: not a plan of this cache.
-    fn tables(&self, py: Python<'_>, plan: &PyPlan) -> PyResult<(u64, u64, [usize; 8], u32, u32)> {
+    fn tables(&self, py: Python<'_>, plan: &PyPlan) -> PyResult<(u64, u64, [usize; 9], u32, u32)> {
         plan.check_is_of(&self.shared).into_python(py)?;
         plan.with_planner(|plan, planner| {
             let image = planner.image();
@@ -173,11 +174,11 @@ impl DeviceCache {
     ///
     /// Raises:
     ///     InvalidConfigError: a head shape that is not allowed.
-    fn set_heads(&self, py: Python<'_>, plan: &PyPlan, heads: (u32, u32, u32)) -> PyResult<()> {
+    fn set_heads(&self, py: Python<'_>, plan: &PyPlan, heads: Heads) -> PyResult<()> {
         plan.check_is_of(&self.shared).into_python(py)?;
         self.with_device(py, |device| {
             let before = device.shape;
-            device.shape = HeadShape::new(heads.0, heads.1, heads.2)?;
+            device.shape = head_shape(heads)?;
             let cutter = device.cutter();
             let set = cutter.and_then(|cutter| {
                 plan.with_planner(|plan, planner| planner.set_cutter(Some(plan), cutter))
@@ -268,11 +269,12 @@ impl DeviceCache {
     }
 }
 
-fn offsets(layout: &Layout) -> [usize; 8] {
+fn offsets(layout: &Layout) -> [usize; 9] {
     [
         layout.sequences,
         layout.page_ids,
         layout.items,
+        layout.merge_items,
         layout.tokens,
         layout.merges,
         layout.pad_rows,

@@ -12,7 +12,7 @@ use crate::args::IntoPython;
 use crate::numpy::{int64_array, uint32_array};
 use crate::results::{Committed, Inherited};
 use crate::shared::{LONG, Shared};
-use crate::work::{WorkArrays, cutter, work_arrays};
+use crate::work::{Heads, WorkArrays, cutter, work_arrays};
 
 /// Whose tables they are.
 #[derive(Debug)]
@@ -308,11 +308,12 @@ impl PyPlan {
     /// Cut the step into work items for the GPU kernel.
     ///
     /// Args:
-    ///     heads: K/V heads, query heads per K/V head, warps of a block that compute.
+    ///     heads: K/V heads, query heads per K/V head, warps of a block that compute, and whether
+    ///         four of them multiply together.
     ///     costs: blocks of the grid, and what an item, a tile of rows and a partial row cost.
     ///
     /// Returns:
-    ///     uint32 arrays of items, query tokens, partial states by token, and rows without keys (all
+    ///     uint32 arrays of items, merge items, query tokens, partial states by token, and rows without keys (all
     ///     flat), and the number of partial slots.
     ///
     /// Raises:
@@ -321,7 +322,7 @@ impl PyPlan {
     fn cut<'py>(
         &self,
         py: Python<'py>,
-        heads: (u32, u32, u32),
+        heads: Heads,
         costs: (u32, f32, f32, f32),
     ) -> PyResult<WorkArrays<'py>> {
         let cutter = py.detach(|| {

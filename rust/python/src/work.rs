@@ -8,19 +8,37 @@ use pyo3::prelude::*;
 use crate::args::IntoPython;
 use crate::numpy::uint32_array;
 
-/// Items, tokens, merges and rows without keys, flat, and the number of partial slots.
-pub type WorkArrays<'py> =
-    (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, u32);
+/// K/V heads, query heads per K/V head, warps of a block that compute, and whether four of them
+/// multiply together.
+pub type Heads = (u32, u32, u32, bool);
 
-/// A cutter for heads (K/V heads, group, warps) on a device (blocks, cost of an item, of a tile of
+/// Items, merge items, tokens, merges and rows without keys, flat, and the number of partial slots.
+pub type WorkArrays<'py> = (
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    u32,
+);
+
+/// The head shape that these heads make.
+///
+/// # Errors
+/// As [`HeadShape::new`].
+pub fn head_shape(heads: Heads) -> Result<HeadShape> {
+    let (num_kv_heads, group, warps, grouped) = heads;
+    HeadShape::new(num_kv_heads, group, warps, grouped)
+}
+
+/// A cutter for heads on a device (blocks, cost of an item, of a tile of
 /// rows per key, of a partial row).
 ///
 /// # Errors
 /// As [`HeadShape::new`] and [`Cutter::new`].
-pub fn cutter(heads: (u32, u32, u32), costs: (u32, f32, f32, f32)) -> Result<Cutter> {
+pub fn cutter(heads: Heads, costs: (u32, f32, f32, f32)) -> Result<Cutter> {
     let (num_blocks, item, row_tile, partial_row) = costs;
-    let shape = HeadShape::new(heads.0, heads.1, heads.2)?;
-    Cutter::new(shape, DeviceCosts { num_blocks, item, row_tile, partial_row })
+    Cutter::new(head_shape(heads)?, DeviceCosts { num_blocks, item, row_tile, partial_row })
 }
 
 /// The tables of a cut.
@@ -28,6 +46,7 @@ pub fn work_arrays<'py>(py: Python<'py>, work: &Work) -> PyResult<WorkArrays<'py
     let items: Vec<u32> = work.items.iter().flat_map(|item| *item.words()).collect();
     Ok((
         uint32_array(py, &items)?,
+        uint32_array(py, work.merge_items.as_flattened())?,
         uint32_array(py, work.tokens.as_flattened())?,
         uint32_array(py, work.merges.as_flattened())?,
         uint32_array(py, &work.pad_rows)?,
@@ -50,7 +69,7 @@ fn slice(words: &Words) -> &[u32] {
 pub fn cut_tables<'py>(
     py: Python<'py>,
     tables: (u32, u32, Words, Words, Words, Words, Words),
-    heads: (u32, u32, u32),
+    heads: Heads,
     costs: (u32, f32, f32, f32),
 ) -> PyResult<WorkArrays<'py>> {
     let (page_size, num_qo_rows, order, sequences, segment_order, segments, page_ids) = &tables;

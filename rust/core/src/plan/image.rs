@@ -1,7 +1,7 @@
 //! The tables as one array of words, and the journal of what changed in it.
 //!
 //! # Format
-//! A header of 32 words, then nine sections at fixed offsets, each at a multiple of 32 words
+//! A header of 32 words, then ten sections at fixed offsets, each at a multiple of 32 words
 //! (128 bytes), so that a kernel that knows the base address of the image finds everything by
 //! reading the header once:
 //!
@@ -18,13 +18,15 @@
 //! | 8 | word offset of `segments`, rows of 6 words: [`SegmentRow`] |
 //! | 9 | word offset of `page_ids` |
 //! | 10, 11, 12 | capacity of `order` and `sequences`; of `segment_order` and `segments`; of `page_ids` |
-//! | 13, 14, 15 | items in use; rows of the output that no key reaches; query tokens |
+//! | 13, 14, 15 | items in use; rows of the output that no key reaches; merge items in use |
 //! | 16 | word offset of `items`, rows of 32 words: [`ItemRow`](super::ItemRow) |
 //! | 17 | word offset of `tokens`, rows of 4 words: [`TokenRow`](super::TokenRow) |
 //! | 18 | word offset of `merges`, rows of 2 words: [`MergeRow`](super::MergeRow) |
 //! | 19 | word offset of `pad_rows` |
 //! | 20, 21, 22 | capacity of `items`; of `tokens` and `pad_rows`; of `merges`: 0 without items |
-//! | 23 to 31 | 0 |
+//! | 23 | query tokens |
+//! | 24 | word offset of `merge_items`, rows of 4 words: [`MergeItem`](super::MergeItem) |
+//! | 25 to 31 | 0 |
 //!
 //! Words past the end of `order` and `segment_order`, and rows that these do not name, hold
 //! whatever they held last. Offsets and capacities never change, so that addresses taken from
@@ -113,6 +115,7 @@ impl Image {
             (header::MAX_SEGMENTS, limits.max_segments),
             (header::MAX_PAGE_IDS, limits.max_page_ids),
             (header::ITEMS, layout.items as u32),
+            (header::MERGE_ITEMS, layout.merge_items as u32),
             (header::TOKENS, layout.tokens as u32),
             (header::MERGES, layout.merges as u32),
             (header::PAD_ROWS, layout.pad_rows as u32),
@@ -283,6 +286,7 @@ impl Image {
             self.set_all(layout.items + index * ItemRow::WORDS, item.words());
         }
         for (begin, words) in [
+            (layout.merge_items, work.merge_items.as_flattened()),
             (layout.tokens, work.tokens.as_flattened()),
             (layout.merges, work.merges.as_flattened()),
             (layout.pad_rows, &work.pad_rows),
@@ -293,6 +297,7 @@ impl Image {
         }
         self.set(header::NUM_ITEMS, work.items.len() as u32);
         self.set(header::NUM_PAD_ROWS, work.pad_rows.len() as u32);
+        self.set(header::NUM_MERGE_ITEMS, work.merge_items.len() as u32);
         self.set(header::NUM_TOKENS, work.tokens.len() as u32);
     }
 

@@ -1,6 +1,6 @@
 //! Where each table lies in the image of words.
 
-use super::items::{ItemRow, MergeRow, TokenRow};
+use super::items::{ItemRow, MergeItem, MergeRow, TokenRow};
 use super::view::{Row, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
 
@@ -27,7 +27,7 @@ pub(super) mod header {
     pub const MAX_PAGE_IDS: usize = 12;
     pub const NUM_ITEMS: usize = 13;
     pub const NUM_PAD_ROWS: usize = 14;
-    pub const NUM_TOKENS: usize = 15;
+    pub const NUM_MERGE_ITEMS: usize = 15;
     pub const ITEMS: usize = 16;
     pub const TOKENS: usize = 17;
     pub const MERGES: usize = 18;
@@ -35,6 +35,8 @@ pub(super) mod header {
     pub const MAX_ITEMS: usize = 20;
     pub const MAX_ROWS: usize = 21;
     pub const MAX_MERGES: usize = 22;
+    pub const NUM_TOKENS: usize = 23;
+    pub const MERGE_ITEMS: usize = 24;
 }
 
 /// How many rows each table can hold, fixed when it is made.
@@ -51,7 +53,7 @@ pub struct Limits {
 /// How many work items and what belongs to them the tables can hold; all 0 for tables without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WorkLimits {
-    /// Work items.
+    /// Work items, at least one for each block of the device.
     pub max_items: u32,
     /// Rows of `q`, padding included.
     pub max_rows: u32,
@@ -78,6 +80,8 @@ pub struct Layout {
     pub page_ids: usize,
     /// First word of `items`: `max_items` rows of 32 words.
     pub items: usize,
+    /// First word of `merge_items`: `max_rows + max_items` rows of 4 words.
+    pub merge_items: usize,
     /// First word of `tokens`: `max_rows` rows of 4 words.
     pub tokens: usize,
     /// First word of `merges`: `max_merges` rows of 2 words.
@@ -126,6 +130,8 @@ impl Layout {
             segments: section(max_segments, SegmentRow::WORDS),
             page_ids: section(max_page_ids, 1),
             items: section(work.max_items, ItemRow::WORDS),
+            // A run of tokens each, and one more for each block.
+            merge_items: section(work.max_rows.saturating_add(work.max_items), MergeItem::WORDS),
             tokens: section(work.max_rows, TokenRow::WORDS),
             merges: section(work.max_merges, MergeRow::WORDS),
             pad_rows: section(work.max_rows, 1),

@@ -21,7 +21,7 @@ pub use block_planner::{BlockTablePlanner, plan_from_block_tables, plan_from_csr
 pub use diff::{Diff, apply_patch};
 pub use image::Image;
 pub use indices::Index;
-pub use items::{Cutter, DeviceCosts, HeadShape, ItemRow, MergeRow, TokenRow, Work};
+pub use items::{Cutter, DeviceCosts, HeadShape, ItemRow, MergeItem, MergeRow, TokenRow, Work};
 pub use layout::{Layout, Limits, WorkLimits};
 pub use page_table::PageTable;
 pub use planner::Planner;

@@ -8,6 +8,15 @@ pub(super) const WARP_ROWS: u32 = 16;
 /// Keys that one stage of the kernel's ring holds.
 pub(super) const STAGE_KEYS: u32 = 32;
 
+/// Keys that a warp takes at a time.
+pub(super) const STEP_KEYS: u32 = 64;
+
+/// Tiles of rows that a warpgroup multiplies together.
+pub(super) const GROUP_TILES: u32 = 4;
+
+/// Rows of partial states that are merged together.
+pub(super) const SLOT_ROWS: u32 = 8;
+
 /// The heads of an attention layer, and how many warps of a block share their work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadShape {
@@ -17,6 +26,8 @@ pub struct HeadShape {
     pub group: u32,
     /// Warps of a block that compute, a power of two: 8 up to a `head_dim` of 128, else 4.
     pub warps: u32,
+    /// Whether four warps multiply as a warpgroup, 64 rows at a time.
+    pub grouped: bool,
 }
 
 impl HeadShape {
@@ -25,19 +36,19 @@ impl HeadShape {
     /// # Errors
     /// [`Error::InvalidConfig`] for a dimension of 0, a number of warps that is no power of two,
     /// or more query heads per K/V head than a block has rows for.
-    pub fn new(num_kv_heads: u32, group: u32, warps: u32) -> Result<Self> {
+    pub fn new(num_kv_heads: u32, group: u32, warps: u32, grouped: bool) -> Result<Self> {
         if num_kv_heads == 0 {
             return Err(Error::invalid("num_kv_heads", num_kv_heads, "at least 1"));
         }
-        if !warps.is_power_of_two() || warps > 1 << 16 {
-            return Err(Error::invalid("warps", warps, "a power of two up to 65536"));
+        if !warps.is_power_of_two() || !(GROUP_TILES..=1 << 16).contains(&warps) {
+            return Err(Error::invalid("warps", warps, "a power of two from 4 to 65536"));
         }
         let max_rows = warps * WARP_ROWS;
         if group == 0 || group > max_rows {
             let name = "num_qo_heads / num_kv_heads";
             return Err(Error::invalid(name, group, format!("1 to {max_rows}")));
         }
-        Ok(Self { num_kv_heads, group, warps })
+        Ok(Self { num_kv_heads, group, warps, grouped })
     }
 
     /// Query heads.
@@ -68,7 +79,7 @@ pub struct DeviceCosts {
 
 impl Default for DeviceCosts {
     fn default() -> Self {
-        Self { num_blocks: 132, item: 300.0, row_tile: 0.3, partial_row: 2.0 }
+        Self { num_blocks: 132, item: 150.0, row_tile: 0.2, partial_row: 8.0 }
     }
 }
 

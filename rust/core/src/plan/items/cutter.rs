@@ -3,7 +3,7 @@
 use super::super::image::Image;
 use super::super::layout::WorkLimits;
 use super::super::view::{NONE, PlanView};
-use super::costs::{DeviceCosts, HeadShape};
+use super::costs::{DeviceCosts, HeadShape, WARP_ROWS};
 use super::row::ItemRow;
 use super::slices::{Slices, Terms};
 use super::tiles::Tiles;
@@ -39,16 +39,20 @@ impl Room {
 
     /// Counts a segment that `num_tokens` query tokens of one sequence or several read.
     pub fn add(&mut self, shape: &HeadShape, num_tokens: u32, is_single: bool) {
+        if num_tokens == 0 {
+            return;
+        }
         let num_tiles = num_tokens.div_ceil(shape.max_tokens());
-        let heads = if is_single && num_tokens <= 1 {
-            // One query token's rows leave at least one head to each warp in `row_tiles`.
-            let row_tiles = shape.group.div_ceil(16).next_power_of_two();
-            shape.num_kv_heads.div_ceil((shape.warps / row_tiles).clamp(1, shape.num_kv_heads))
-        } else {
-            shape.num_kv_heads
-        };
-        self.num_items += u64::from(num_tiles) * u64::from(heads);
-        self.num_merges += u64::from(num_tokens);
+        let rows = num_tokens.div_ceil(num_tiles) * shape.group;
+        let warps = shape.warps / rows.div_ceil(WARP_ROWS).next_power_of_two();
+        let heads = if is_single { shape.num_kv_heads.min(warps) } else { 1 };
+        let runs = shape.num_kv_heads.div_ceil(heads);
+        // The last tile may have fewer rows, and so more warps that take turns over the keys.
+        let key_groups = if num_tiles > 1 { shape.warps } else { warps / heads };
+        self.num_items += u64::from(num_tiles) * u64::from(runs);
+        let last = num_tokens - (num_tiles - 1) * num_tokens.div_ceil(num_tiles);
+        self.num_merges += u64::from(num_tokens - last) * u64::from(warps / heads);
+        self.num_merges += u64::from(last) * u64::from(key_groups);
     }
 
     /// The capacities that hold the step, [`None`] past 2^32.
@@ -142,7 +146,7 @@ impl Cutter {
     /// let table: [u32; 4] = [0, 1, 0, 2];
     /// let lens: [u32; 2] = [20, 31];
     /// let (planner, plan) = plan_from_block_tables(&table, 2, &lens, 16, None)?;
-    /// let mut cutter = Cutter::new(HeadShape::new(1, 1, 8)?, DeviceCosts::default())?;
+    /// let mut cutter = Cutter::new(HeadShape::new(1, 1, 8, false)?, DeviceCosts::default())?;
     /// let work = cutter.cut(&plan.view(planner.image())?);
     /// assert_eq!(work.items.len(), 3); // the shared page, and each sequence's own
     /// # Ok::<(), chunkcache::error::Error>(())
@@ -224,7 +228,8 @@ impl Cutter {
             if self.tails.len() <= row {
                 self.tails.resize(row + 1, NO_TAIL);
             }
-            let per_key = item.num_heads as f32 * tile.key_cost(&self.costs);
+            let cut = tile.cut(&self.shape, tile.keys);
+            let per_key = item.num_heads as f32 * cut.key_cost(&self.costs);
             let spare = ((allowed / per_key) as u32 / view.page_size).max(1);
             let tail = &mut self.tails[row];
             let max_pages = view.segments[row].num_pages.saturating_add(spare);

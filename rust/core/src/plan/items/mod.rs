@@ -2,8 +2,8 @@
 //!
 //! A plan says which sequences cover which pages. The attention kernel (`cuda/tpp_attention.cuh`)
 //! takes items of about equal cost, shared segments first: a slice of a segment's pages, a run of
-//! K/V heads, a tile of query rows. Each slice leaves one partial state per row and query head, so
-//! that a cut is a balance: enough items to fill the device, few enough that their partials do not
+//! K/V heads, a tile of query rows. Each slice leaves partial states of its rows, so that a cut is
+//! a balance: enough items to fill the device, few enough that their partials do not
 //! cost more than they save.
 //!
 //! Items say nothing of lengths while sequences decode in leaves of their own: the last slice of
@@ -20,7 +20,7 @@ mod work;
 
 pub use costs::{DeviceCosts, HeadShape};
 pub use cutter::Cutter;
-pub use row::{ItemRow, MergeRow, TokenRow};
+pub use row::{ItemRow, MergeItem, MergeRow, TokenRow};
 pub use work::Work;
 
 pub(in crate::plan) use cutter::Room;

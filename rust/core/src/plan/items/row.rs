@@ -22,8 +22,7 @@ pub struct ItemRow {
     pub tok_begin: u32,
     /// Query tokens.
     pub num_tok: u32,
-    /// First partial slot, or [`NONE`](crate::plan::NONE): the result is final and goes to the
-    /// output.
+    /// First partial slot, or [`NONE`](crate::plan::NONE): the item finishes its rows.
     pub slot_begin: u32,
     /// The tile's only sequence, or [`NONE`](crate::plan::NONE).
     pub seq: u32,
@@ -35,12 +34,8 @@ pub struct ItemRow {
     pub key_groups: u32,
     /// 1: some row of the tile may not see the whole slice.
     pub bounded: u32,
-    /// With `num_owners`: this split merges rows owner, owner + `num_owners`, ...
-    pub owner: u32,
-    /// Splits that end together and share the merging, or 0.
-    pub num_owners: u32,
     /// 0.
-    pub reserved: u32,
+    pub reserved: [u32; 3],
     /// The slice's first page ids.
     pub pages: [u32; Self::PAGES],
 }
@@ -71,7 +66,11 @@ pub type TokenRow = [u32; 4];
 /// within the group.
 pub type MergeRow = [u32; 2];
 
-// SAFETY: four words.
+/// Rows to merge: of the query tokens from the first on, so many, the units from the first on, so
+/// many; a unit is eight rows, query heads within tokens within K/V heads.
+pub type MergeItem = [u32; 4];
+
+// SAFETY: four words, also those of a merge item.
 unsafe impl Row for TokenRow {}
 // SAFETY: two words.
 unsafe impl Row for MergeRow {}

@@ -1,39 +1,39 @@
-//! How many keys each tile's slices have.
+//! How each tile is cut into slices.
 
 use super::super::layout::WorkLimits;
 use super::super::view::NONE;
-use super::costs::{DeviceCosts, HeadShape, STAGE_KEYS};
+use super::costs::{DeviceCosts, HeadShape, STEP_KEYS};
 use super::span::{Batch, Blocks};
-use super::tiles::Tile;
+use super::tiles::{Cut, Tile};
 
-/// Items per block that a search tries for private and for shared segments, against an even
-/// share.
-const PRIVATE_RATIOS: [f32; 6] = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0];
+/// Items per block that a search tries for shared segments, against an even share.
 const SHARED_RATIOS: [f32; 8] = [0.75, 0.95, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0];
+
+/// Private tiles of so many keys get slices of falling size: small ones go last.
+const TAIL_KEYS: u32 = 512;
+
+/// Where nothing is shared and a block reads less than this, the further items cost more than they
+/// even out.
+const TAIL_SHARE: f32 = 12_000.0;
 
 /// A search ends at a cut this close to an even share.
 const GOOD_ENOUGH: f32 = 1.03;
 
-/// Items that a search looks at, over all cuts that it tries.
-const SEARCH_ITEMS: usize = 8192;
-
-/// The cost that each item aims at is kept while the total cost stays within this factor, and the
-/// balance within [`WORSE_BALANCE`], of what they were when it was chosen.
+/// The even share that a cut was made for is kept while the total cost stays within this factor,
+/// and the balance within [`WORSE_BALANCE`], of what they were then.
 const OTHER_COST: f32 = 1.25;
 const WORSE_BALANCE: f32 = 1.1;
 
-/// What an item of a private and of a shared segment is to cost.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Targets {
-    private: f32,
-    shared: f32,
-}
+/// Choices that are kept, for steps of different kinds that take turns.
+const KEPT_CHOICES: usize = 4;
 
-/// The targets in use, and what the step was like that they were chosen for.
+/// What the slices follow from, and what the step was like that it was chosen for.
 #[derive(Debug, Clone, Copy)]
 struct Choice {
-    targets: Targets,
     total: f32,
+    /// What an item of a shared segment is to cost.
+    shared: f32,
+    has_tails: bool,
     /// The longest block against an even share.
     balance: f32,
 }
@@ -47,30 +47,137 @@ pub(super) struct Terms {
     pub limits: WorkLimits,
 }
 
+impl Terms {
+    /// Slices begin at multiples of this: whole pages, and whole steps where pages are short.
+    fn stride(&self) -> u32 {
+        (STEP_KEYS / self.page_size).max(1) * self.page_size
+    }
+
+    fn share(&self, total: f32) -> f32 {
+        (total / self.costs.num_blocks as f32).max(1.0)
+    }
+}
+
+/// How one tile is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Slicing {
+    sizes: Sizes,
+    pub num_slices: u32,
+    /// How the slices lie over the warps of a block.
+    pub cut: Cut,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sizes {
+    /// All of so many keys.
+    Equal(u32),
+    /// Three quarters in so many slices, and the rest in ever smaller ones. Multiprocessors read at
+    /// different speeds (12 % apart on an H200): they end together only if small work is left for
+    /// those that are early.
+    Falling { count: u32, smallest: u32, stride: u32 },
+}
+
+impl Slicing {
+    fn new(tile: &Tile, terms: &Terms, sizes: Sizes) -> Self {
+        let (mut num_slices, mut longest) = (0, 0);
+        for_each(tile.keys, sizes, |begin, end| {
+            num_slices += 1;
+            longest = longest.max(end - begin);
+        });
+        Self { sizes, num_slices, cut: tile.cut(&terms.shape, longest) }
+    }
+
+    /// One slice.
+    fn whole(tile: &Tile, terms: &Terms) -> Self {
+        Self::new(tile, terms, Sizes::Equal(u32::MAX))
+    }
+
+    /// Equal slices whose items cost about `target`.
+    fn shared(tile: &Tile, terms: &Terms, target: f32) -> Self {
+        let count = (tile_cost(tile, terms) / target.max(1.0)).ceil().max(1.0) as u32;
+        let keys = tile.keys.max(1).div_ceil(count).next_multiple_of(terms.stride());
+        Self::new(tile, terms, Sizes::Equal(keys))
+    }
+
+    /// Slices of a private tile, of falling size if it is long and `has_tails`.
+    fn private(tile: &Tile, terms: &Terms, share: f32, has_tails: bool) -> Self {
+        let (total, stride) = (tile.keys.max(1), terms.stride());
+        let count = ((tile_cost(tile, terms) / share) as u32).min(total / stride).max(1);
+        let sizes = if has_tails && total >= TAIL_KEYS {
+            let steps = if tile.rows == 1 { 1 } else { 2 };
+            let smallest = (steps * STEP_KEYS).next_multiple_of(stride);
+            Sizes::Falling { count, smallest, stride }
+        } else {
+            Sizes::Equal(total.div_ceil(count).next_multiple_of(stride))
+        };
+        Self::new(tile, terms, sizes)
+    }
+
+    /// Calls `visit(begin, end)` with the keys of each slice.
+    pub fn for_each(&self, tile: &Tile, visit: impl FnMut(u32, u32)) {
+        for_each(tile.keys, self.sizes, visit);
+    }
+}
+
+/// Time of one item of the whole tile.
+fn tile_cost(tile: &Tile, terms: &Terms) -> f32 {
+    let cut = tile.cut(&terms.shape, tile.keys);
+    tile.keys as f32 * cut.heads as f32 * cut.key_cost(&terms.costs)
+}
+
+fn for_each(keys: u32, sizes: Sizes, mut visit: impl FnMut(u32, u32)) {
+    let total = keys.max(1);
+    let mut begin = 0;
+    let mut advance = |size: u32| {
+        let end = begin + size.min(total - begin);
+        visit(begin, end.min(keys));
+        begin = end;
+        begin < total
+    };
+    match sizes {
+        Sizes::Equal(size) => while advance(size) {},
+        Sizes::Falling { count, smallest, stride } => {
+            let body_end = (u64::from(total) * 3 / 4) as u32;
+            let body = (u64::from(total) * 3).div_ceil(4 * u64::from(count)) as u32;
+            let body = body.next_multiple_of(stride);
+            for _ in 0..body_end.div_ceil(body) {
+                if !advance(body) {
+                    return;
+                }
+            }
+            let mut piece = total / (8 * count);
+            loop {
+                for _ in 0..count {
+                    if !advance(piece.next_multiple_of(stride).max(smallest)) {
+                        return;
+                    }
+                }
+                piece /= 2;
+            }
+        }
+    }
+}
+
 /// Chooses slices, and keeps the choice from step to step while it is good.
 #[derive(Debug, Default)]
 pub(super) struct Slices {
-    /// For each tile the keys of its slices; the last has what is left.
-    pub keys: Vec<u32>,
+    /// By tile.
+    pub slicings: Vec<Slicing>,
     /// The longest block of the cut.
     pub span: f32,
-    choice: Option<Choice>,
-    candidate: Vec<u32>,
+    choices: Vec<Choice>,
+    candidate: Vec<Slicing>,
     tried: Vec<u64>,
     batches: Vec<(u64, u32)>,
     blocks: Blocks,
 }
 
-/// Slices of a tile, one at least.
-pub(super) fn num_slices(tile: &Tile, keys: u32) -> u32 {
-    tile.keys.div_ceil(keys).max(1)
-}
-
 impl Slices {
     pub fn choose(&mut self, tiles: &[Tile], terms: &Terms) {
+        let heads = terms.shape.num_kv_heads as f32;
         let cost = |tile: &Tile| {
-            let keys = terms.shape.num_kv_heads as f32 * tile.keys as f32;
-            keys * tile.key_cost(&terms.costs)
+            let cut = tile.cut(&terms.shape, tile.keys);
+            heads * tile.keys as f32 * cut.key_cost(&terms.costs)
         };
         let total: f32 = tiles.iter().map(cost).sum();
         if !self.keep_choice(tiles, terms, total) {
@@ -78,92 +185,111 @@ impl Slices {
         }
     }
 
-    /// Cuts by the targets in use; false if they are not good any more.
+    /// Cuts by an earlier choice; false if there is none that is good.
     fn keep_choice(&mut self, tiles: &[Tile], terms: &Terms, total: f32) -> bool {
-        let Some(choice) = self.choice else { return false };
-        let changed = (total / choice.total).max(choice.total / total);
-        if !(changed <= OTHER_COST && self.cut(tiles, terms, choice.targets)) {
+        let is_near = |choice: &Choice| {
+            (total / choice.total).max(choice.total / total) <= OTHER_COST
+                && choice.has_tails == has_tails(tiles, terms, choice.total)
+        };
+        let Some(at) = self.choices.iter().rposition(is_near) else { return false };
+        let choice = self.choices.remove(at);
+        if !self.cut(tiles, terms, &choice) {
             return false;
         }
-        std::mem::swap(&mut self.keys, &mut self.candidate);
-        self.span = self.candidate_span(tiles, terms, true);
-        self.span <= WORSE_BALANCE * choice.balance * (total / terms.costs.num_blocks as f32)
+        let span = self.candidate_span(tiles, terms);
+        if span > WORSE_BALANCE * choice.balance * terms.share(total) {
+            return false;
+        }
+        std::mem::swap(&mut self.slicings, &mut self.candidate);
+        self.span = span;
+        self.choices.push(choice);
+        true
     }
 
     fn search(&mut self, tiles: &[Tile], terms: &Terms, total: f32) {
-        let share = (total / terms.costs.num_blocks as f32).max(1.0);
+        let share = terms.share(total);
         self.tried.clear();
-        self.choice = None;
-        let mut num_items = 0;
-        for (private, shared) in candidates() {
-            let targets = Targets { private: share / private, shared: share / shared };
-            if !self.cut(tiles, terms, targets) || !self.is_new() {
-                continue;
+        let mut best: Option<Choice> = None;
+        for has_tails in [has_tails(tiles, terms, total), false] {
+            for ratio in SHARED_RATIOS {
+                let shared = share / ratio;
+                let mut choice = Choice { total, shared, has_tails, balance: 0.0 };
+                if !self.cut(tiles, terms, &choice) || !self.is_new() {
+                    continue;
+                }
+                let span = self.candidate_span(tiles, terms);
+                choice.balance = span / share;
+                if best.is_none_or(|best| choice.balance < best.balance) {
+                    best = Some(choice);
+                    self.span = span;
+                    std::mem::swap(&mut self.slicings, &mut self.candidate);
+                }
+                if self.span <= GOOD_ENOUGH * share {
+                    break;
+                }
             }
-            let span = self.candidate_span(tiles, terms, false);
-            let balance = span / share;
-            if self.choice.is_none_or(|best| balance < best.balance) {
-                self.choice = Some(Choice { targets, total, balance });
-                self.span = span;
-                std::mem::swap(&mut self.keys, &mut self.candidate);
-            }
-            num_items += self.batches.iter().map(|batch| batch.1 as usize).sum::<usize>();
-            if num_items > SEARCH_ITEMS || self.span <= GOOD_ENOUGH * share {
+            if best.is_some() {
                 break;
             }
         }
-        if self.choice.is_none() {
+        match best {
+            Some(best) => {
+                if self.choices.len() == KEPT_CHOICES {
+                    self.choices.remove(0);
+                }
+                self.choices.push(best);
+            }
             // No cut fits but the coarsest, for which the caller has checked that there is room.
-            self.keys.clear();
-            self.keys.extend(tiles.iter().map(|tile| whole(tile, terms.page_size)));
-            self.span = self.candidate_span(tiles, terms, true);
+            None => {
+                self.candidate.clear();
+                self.candidate.extend(tiles.iter().map(|tile| Slicing::whole(tile, terms)));
+                self.span = self.candidate_span(tiles, terms);
+                std::mem::swap(&mut self.slicings, &mut self.candidate);
+            }
         }
     }
 
-    /// Slices for the targets, in `candidate`; false if they pass the capacities.
-    fn cut(&mut self, tiles: &[Tile], terms: &Terms, targets: Targets) -> bool {
+    /// Slices for a choice, in `candidate`; false if they pass the capacities.
+    fn cut(&mut self, tiles: &[Tile], terms: &Terms, choice: &Choice) -> bool {
+        let share = terms.share(choice.total);
         self.candidate.clear();
         let (mut num_items, mut num_merges) = (0_u64, 0_u64);
         for tile in tiles {
-            let target = if tile.seq == NONE { targets.shared } else { targets.private };
-            let keys = slice_keys(tile, terms, target);
-            self.candidate.push(keys);
-            let slices = u64::from(num_slices(tile, keys));
-            let run = tile.head_runs(&terms.shape, keys.min(tile.keys)).run;
-            num_items += slices * u64::from(terms.shape.num_kv_heads.div_ceil(run));
-            num_merges += slices * u64::from(tile.num_tokens());
+            let slicing = match tile.seq {
+                NONE => Slicing::shared(tile, terms, choice.shared),
+                _ => Slicing::private(tile, terms, share, choice.has_tails),
+            };
+            let Slicing { num_slices, cut, .. } = slicing;
+            let runs = terms.shape.num_kv_heads.div_ceil(cut.heads);
+            num_items += u64::from(num_slices) * u64::from(runs);
+            let states = u64::from(tile.num_tokens()) * u64::from(cut.key_groups);
+            num_merges += u64::from(num_slices) * states;
+            self.candidate.push(slicing);
         }
         num_items <= terms.limits.max_items.into() && num_merges <= terms.limits.max_merges.into()
     }
 
     /// Whether no cut like the candidate was tried before.
     fn is_new(&mut self) -> bool {
-        let mix = |hash: u64, &keys: &u32| (hash ^ u64::from(keys)).wrapping_mul(0x0100_0000_01B3);
+        let mix = |hash: u64, slicing: &Slicing| {
+            (hash ^ u64::from(slicing.num_slices)).wrapping_mul(0x0100_0000_01B3)
+        };
         let hash = self.candidate.iter().fold(0xCBF2_9CE4_8422_2325, mix);
         let is_new = !self.tried.contains(&hash);
         self.tried.push(hash);
         is_new
     }
 
-    /// The longest block of the candidate, or of the slices that were chosen.
-    fn candidate_span(&mut self, tiles: &[Tile], terms: &Terms, chosen: bool) -> f32 {
-        let slices = if chosen { &self.keys } else { &self.candidate };
+    /// The longest block of the candidate.
+    fn candidate_span(&mut self, tiles: &[Tile], terms: &Terms) -> f32 {
         self.batches.clear();
-        for (tile, &keys) in tiles.iter().zip(slices) {
-            let count = num_slices(tile, keys);
-            let runs = tile.head_runs(&terms.shape, keys.min(tile.keys));
-            let heads = terms.shape.num_kv_heads;
-            let last = tile.keys.saturating_sub((count - 1) * keys);
-            let mut add = |keys: u32, num_heads: u32, count: u32| {
-                if count > 0 && num_heads > 0 {
-                    let cost = tile.item_cost(&terms.costs, keys, num_heads);
-                    self.batches.push((turn(tile, cost), count));
-                }
-            };
-            for (keys, count) in [(keys.min(tile.keys), count - 1), (last, 1)] {
-                add(keys, runs.run, count * (heads / runs.run));
-                add(keys, heads % runs.run, count);
-            }
+        for (tile, slicing) in tiles.iter().zip(&self.candidate) {
+            let cut = &slicing.cut;
+            let runs = terms.shape.num_kv_heads.div_ceil(cut.heads);
+            slicing.for_each(tile, |begin, end| {
+                let cost = tile.item_cost(&terms.costs, cut, end - begin, cut.heads);
+                self.batches.push((turn(tile, cost), runs));
+            });
         }
         self.batches.sort_unstable();
         let batches =
@@ -172,34 +298,17 @@ impl Slices {
     }
 }
 
-/// All pairs of ratios, the even share first.
-fn candidates() -> impl Iterator<Item = (f32, f32)> {
-    PRIVATE_RATIOS
-        .into_iter()
-        .flat_map(|private| SHARED_RATIOS.into_iter().map(move |shared| (private, shared)))
+/// Whether private tiles of a step of this cost get slices of falling size.
+fn has_tails(tiles: &[Tile], terms: &Terms, total: f32) -> bool {
+    terms.share(total) >= TAIL_SHARE || tiles.iter().any(|tile| tile.seq == NONE)
 }
 
 /// Where an item comes in the list, as an integer that sorts: shared segments first, since their
-/// products and reductions hide behind the private reads; then the most expensive.
+/// products hide behind the private reads; then the most expensive.
 pub(super) fn turn(tile: &Tile, cost: f32) -> u64 {
     u64::from(tile.seq != NONE) << 32 | u64::from(!cost.to_bits())
 }
 
 fn cost_of(turn: u64) -> f32 {
     f32::from_bits(!(turn as u32))
-}
-
-/// Keys of each slice of a tile whose items shall cost about `target`.
-fn slice_keys(tile: &Tile, terms: &Terms, target: f32) -> u32 {
-    let run = tile.head_runs(&terms.shape, tile.keys).run;
-    let cost = tile.keys as f32 * run as f32 * tile.key_cost(&terms.costs);
-    let count = (cost / target.max(1.0)).ceil().max(1.0) as u32;
-    let keys = tile.keys.max(1).div_ceil(count);
-    // A slice starts where a page and a stage of the ring do.
-    let stride = (STAGE_KEYS / terms.page_size).max(1) * terms.page_size;
-    keys.next_multiple_of(stride)
-}
-
-fn whole(tile: &Tile, page_size: u32) -> u32 {
-    tile.keys.max(1).next_multiple_of(page_size)
 }

@@ -1,7 +1,9 @@
 //! Query tokens against segments: what items are cut from.
 
 use super::super::view::{NONE, PlanView};
-use super::costs::{DeviceCosts, HeadShape, STAGE_KEYS, WARP_ROWS};
+use super::costs::{
+    DeviceCosts, GROUP_TILES, HeadShape, SLOT_ROWS, STAGE_KEYS, STEP_KEYS, WARP_ROWS,
+};
 
 /// The query tokens of a step, in depth-first order of their sequences.
 #[derive(Debug, Default)]
@@ -43,7 +45,7 @@ pub(super) struct Tile {
     pub segment: u32,
     pub tok_begin: u32,
     pub tok_end: u32,
-    /// Keys that some token of the tile sees now.
+    /// Keys that some token of the tile sees now; of an open end those that its pages have room for.
     pub keys: u32,
     /// The segment ends with its only sequence, and grows with it.
     pub open_end: bool,
@@ -55,16 +57,25 @@ pub(super) struct Tile {
     pub first_query: u32,
     /// Query rows: tokens times query heads per K/V head.
     pub rows: u32,
-    pub row_tiles: u32,
 }
 
-/// How the K/V heads of a slice are spread over items.
+/// How the slices of a tile lie over the warps of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct HeadRuns {
-    /// K/V heads of an item; the last has what is left.
-    pub run: u32,
-    /// Warps that take turns over the keys of one head and row tile.
+pub(super) struct Cut {
+    /// Tiles of 16 rows, a power of two.
+    pub row_tiles: u32,
+    /// K/V heads side by side: those of an item; the last item has what is left.
+    pub heads: u32,
+    /// Warps, or warpgroups, that take turns over the keys of one head and row tile. Each leaves a
+    /// partial state of its own.
     pub key_groups: u32,
+}
+
+impl Cut {
+    /// Time of one key of one head: the read, or the matrix products where these take longer.
+    pub fn key_cost(&self, costs: &DeviceCosts) -> f32 {
+        (costs.row_tile * self.row_tiles as f32).max(1.0)
+    }
 }
 
 impl Tile {
@@ -72,29 +83,36 @@ impl Tile {
         self.tok_end - self.tok_begin
     }
 
-    /// How the heads of a slice of `keys` keys are spread.
-    pub fn head_runs(&self, shape: &HeadShape, keys: u32) -> HeadRuns {
-        let warps = (shape.warps / self.row_tiles).max(1);
-        let blocks = keys.div_ceil(STAGE_KEYS).max(1);
-        // Heads side by side need no reduction over warps; key groups make fewer partials.
-        let side_by_side = self.seq != NONE || blocks * 2 <= warps;
-        let run = if side_by_side { shape.num_kv_heads.min(warps) } else { 1 };
-        let mut key_groups = 1;
-        while key_groups * 2 * run <= warps && key_groups * 2 <= blocks {
-            key_groups *= 2;
-        }
-        HeadRuns { run, key_groups }
+    /// Rows from one partial state's slots to the next.
+    pub fn slot_rows(&self) -> u32 {
+        if self.rows < SLOT_ROWS { self.rows } else { self.rows.next_multiple_of(SLOT_ROWS) }
     }
 
-    /// Time of one key of one head: the read, or the matrix products where these take longer.
-    pub fn key_cost(&self, costs: &DeviceCosts) -> f32 {
-        (costs.row_tile * self.row_tiles as f32).max(1.0)
+    /// How slices of up to `keys` keys lie over the warps.
+    pub fn cut(&self, shape: &HeadShape, keys: u32) -> Cut {
+        let keys = keys.min(self.keys);
+        let mut row_tiles = self.rows.div_ceil(WARP_ROWS).next_power_of_two();
+        // Heads side by side leave one partial state each; warps that take turns over keys leave
+        // one each too, of the same head.
+        let side_by_side = self.seq != NONE || keys <= STAGE_KEYS * shape.warps / row_tiles / 2;
+        if shape.grouped && !side_by_side {
+            row_tiles = row_tiles.max(GROUP_TILES);
+        }
+        let warps = shape.warps / row_tiles;
+        let heads = if side_by_side { shape.num_kv_heads.min(warps) } else { 1 };
+        let mut key_groups = 1;
+        while key_groups * 2 * heads <= warps
+            && key_groups * 2 * STEP_KEYS <= keys.next_multiple_of(STEP_KEYS)
+        {
+            key_groups *= 2;
+        }
+        Cut { row_tiles, heads, key_groups }
     }
 
     /// Time of an item of `keys` keys of `num_heads` heads.
-    pub fn item_cost(&self, costs: &DeviceCosts, keys: u32, num_heads: u32) -> f32 {
-        let per_head = keys as f32 * self.key_cost(costs) + costs.partial_row * self.rows as f32;
-        costs.item + num_heads as f32 * per_head
+    pub fn item_cost(&self, costs: &DeviceCosts, cut: &Cut, keys: u32, num_heads: u32) -> f32 {
+        let partials = costs.partial_row * (self.rows * cut.key_groups) as f32;
+        costs.item + num_heads as f32 * (keys as f32 * cut.key_cost(costs) + partials)
     }
 }
 
@@ -139,18 +157,16 @@ impl Tiles {
                 .fold((i64::MAX, i64::MIN), |(low, high), &at| (low.min(at), high.max(at)));
             let keys = length.min(highest + 1 - start).max(0);
             if keys > 0 || open_end {
-                let rows = (tok_end - tok_begin) * shape.group;
                 tiles.push(Tile {
                     segment: row,
                     tok_begin,
                     tok_end,
-                    keys: keys as u32,
+                    keys: if open_end { length } else { keys } as u32,
                     open_end,
                     bounded: open_end || start + length > lowest + 1,
                     seq: if is_single { only } else { NONE },
                     first_query: if is_single { tok_begin - begin } else { 0 },
-                    rows,
-                    row_tiles: rows.div_ceil(WARP_ROWS).next_power_of_two(),
+                    rows: (tok_end - tok_begin) * shape.group,
                 });
             }
             tok_begin = tok_end;
