@@ -155,7 +155,7 @@ def test_a_plan_over_block_tables_cannot_be_committed() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"block_table": [[-1]]}, r"block_table\[0\]"),
+        ({"block_table": [[-1]]}, r"block_table\[0, 0\]"),
         ({"block_table": [0]}, "block_table"),
         ({"block_table": [[0.5]]}, "block_table"),
         ({"block_table": np.zeros((1, 0), int)}, "seq_lens|block_table"),
@@ -334,5 +334,5 @@ def test_outputs_in_the_memory_of_the_keys_are_refused(output) -> None:
 
 def test_more_threads_than_any_machine_has_are_refused() -> None:
     q = np.ones((1, 4, 8), np.float32)
-    with pytest.raises(InvalidConfigError, match="num_threads: got 1000000, allowed is 1 to 1024"):
+    with pytest.raises(InvalidConfigError, match=r"num_threads: got 1000000, .* 1 to 1024"):
         attention.partial_attention(q, q, q.copy(), num_threads=10**6)

@@ -1,5 +1,6 @@
 """The tree with K/V: what is stored, copied, shared and read is the right thing."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -472,6 +473,37 @@ class TestRefusals:
             cache.commit(plan)
         plan.close()
 
+    def test_a_plan_behind_an_aborted_one_is_refused(self) -> None:
+        cache, _ = make()
+        seq = cache.insert(range(4)).seq
+        first = cache.plan([seq], [0, 3])
+        rows, q = np.zeros((1, 2, 8), np.float32), np.zeros((1, 4, 8), np.float32)
+        with cache.plan([seq]) as second:
+            cache.write_kv(0, rows, rows, second)
+            assert not second.is_stale
+            first.close()
+            assert second.is_stale
+            assert second.is_open
+            for call in (
+                lambda: cache.write_kv(0, rows, rows, second),
+                lambda: cache.attend(0, q, second),
+                lambda: cache.commit(second),
+            ):
+                with pytest.raises(StalePlanError, match="builds on an earlier one"):
+                    call()
+
+    def test_a_plan_of_others_goes_on_after_an_abort(self) -> None:
+        cache, kv = make()
+        aborted, seq = (cache.insert([token] * 5).seq for token in (1, 2))
+        first = cache.plan([aborted], [0, 5])
+        entry = pending(cache, seq, [2] * 5)
+        with begin(cache, [entry]) as second:
+            first.close()
+            write(cache, kv, second, [entry])
+            check_attention(cache, kv, second, [entry])
+            cache.commit(second)
+        assert cache.sequence(seq).num_computed_tokens == 5
+
     @pytest.mark.parametrize(
         ("batch", "qo_indptr", "error"),
         [
@@ -582,8 +614,48 @@ class TestThreads:
         assert during > 0
 
 
+#: A program whose system has memory for two chunks, each of which is a slab of 64 MiB.
+OUT_OF_MEMORY = """
+import resource
+from pathlib import Path
+import numpy as np
+from chunkcache import ChunkCache, InvalidConfigError
+
+cache = ChunkCache(64, 16, 128, chunk_size=64, capacity=8, num_threads=1)
+seq = cache.insert([1, 2, 3]).seq
+rows = np.ones((3, 16, 128), np.float32)
+with cache.plan([seq], [0, 3]) as plan:
+    cache.write_kv(0, rows, rows, plan)
+    cache.commit(plan)
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + (32 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+cache.fork(seq)
+
+before = cache.render(), str(cache.stats())
+for operation in (
+    lambda: cache.fork(seq),
+    lambda: cache.insert([1, 2, 4]),
+):
+    try:
+        operation()
+        raise SystemExit("memory out of nothing")
+    except InvalidConfigError as error:
+        assert str(error).startswith("capacity: got 8 chunks, and no memory"), error
+    assert (cache.render(), str(cache.stats())) == before
+cache.insert([7, 8])
+cache.truncate(seq, 2)
+cache.check_invariants()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its address space as Linux does")
+def test_no_memory_for_a_copy_is_an_error_that_changes_nothing() -> None:
+    subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], check=True)
+
+
 def test_reading_past_the_end_of_a_sequence_is_refused() -> None:
     cache = ChunkCache(1, 2, 8, capacity=4, chunk_size=16)
     seq = cache.insert([1, 2]).seq
-    with pytest.raises(InvalidConfigError, match="end: got 1099511627776, allowed is at most 2"):
+    with pytest.raises(InvalidConfigError, match=r"end: got 1099511627776, .* 0 to 2"):
         cache.read_kv(0, seq, 0, 2**40)

@@ -4,8 +4,11 @@ Nothing is copied: an array is checked and described by a `View`, and its memory
 in place. torch is never imported here: a tensor can only come from a caller who has imported it.
 """
 
+import contextlib
 import operator
 import sys
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -24,6 +27,9 @@ T = TypeVar("T", bound=Tensor)
 
 #: Element types of K, V, queries and outputs, and their sizes in bytes.
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+#: Characters of a value that a message shows; of a longer one it gives the type.
+_MAX_SHOWN = 40
 
 # numpy and torch build the name of a dtype anew at each call, which costs more than all checks.
 _dtype_names: dict[Any, str] = {}
@@ -81,7 +87,7 @@ def view(
             raise InvalidConfigError(f"{name}: got a read-only array, allowed is a writable one")
     else:
         raise InvalidConfigError(
-            f"{name}: got {type(array).__name__}, allowed is a numpy array or a torch tensor,"
+            f"{name}: got {described(array)}, allowed is a numpy array or a torch tensor,"
             f" {expected}"
         )
     if found.dtype not in expected.dtypes or not _fits(found.shape, expected.sizes):
@@ -121,15 +127,18 @@ def check_apart(out_name: str, out: View, name: str, other: View) -> None:
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of a numpy or torch dtype, or of what numpy takes for one: "float32"."""
-    name = str(dtype)
+    name = described(dtype) if dtype is None or isinstance(dtype, int) else str(dtype)
     if name.startswith("torch."):
         return name.removeprefix("torch.")
     if name in ITEM_SIZES:
         return name
+    # numpy takes None for float64, and dicts and lists for structures.
+    if not isinstance(dtype, (str, type, np.dtype)):
+        return described(dtype)
     try:
         return str(np.dtype(dtype).name)
-    except TypeError:
-        return name
+    except (TypeError, ValueError, SyntaxError):
+        return described(dtype)
 
 
 def check_dtype(name: str, dtype: Any) -> str:
@@ -140,41 +149,101 @@ def check_dtype(name: str, dtype: Any) -> str:
     return found
 
 
-def index(name: str, value: Any) -> int:
-    """Return an integer of 0 or more as a plain int."""
-    try:
-        found = operator.index(value)
-    except TypeError:
-        found = -1
-    if found < 0:
-        raise InvalidConfigError(f"{name}: got {value!r}, allowed is an integer of 0 or more")
+def described(value: Any) -> str:
+    """Return a value as messages show it: numbers, short texts and None as they are, or its type.
+
+    A type stands for itself.
+    """
+    if isinstance(value, type):
+        return value.__name__
+    if value is None or isinstance(value, (bool, int, float, str, np.integer, np.floating)):
+        # An int may be too long to be written out.
+        try:
+            text = repr(value.item() if isinstance(value, np.generic) else value)
+        except ValueError:
+            return type(value).__name__
+        if len(text) <= _MAX_SHOWN:
+            return text
+    return type(value).__name__
+
+
+def index(name: str, value: Any, low: int, high: int) -> int:
+    """Return an integer from `low` to `high` as a plain int."""
+    found = None
+    if not isinstance(value, (bool, np.bool_)):
+        # Arrays have the method, too, and refuse it unless they are one integer.
+        with contextlib.suppress(TypeError, AttributeError):
+            found = operator.index(value)
+    if found is None or not low <= found <= high:
+        raise InvalidConfigError(
+            f"{name}: got {described(value)}, allowed is an integer from {low} to {high}"
+        )
     return found
 
 
-def int_array(name: str, values: Any, ndim: int) -> npt.NDArray[np.int64]:
+def flag(name: str, value: Any) -> bool:
+    """Return True or False as a plain bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidConfigError(f"{name}: got {described(value)}, allowed is True or False")
+    return bool(value)
+
+
+def int_array(name: str, values: Any, ndim: int, high: int = 2**32 - 1) -> npt.NDArray[np.int64]:
     """Return a numpy array, a torch tensor or nested sequences of integers as int64.
+
+    Args:
+        name: the argument's name, for messages.
+        values: the integers.
+        ndim: their number of dimensions.
+        high: the largest integer that is allowed, for messages; what 64 bits hold is not refused.
 
     Raises:
         InvalidConfigError: not integers, another number of dimensions, or a tensor that is not on
             the CPU.
     """
+    allowed = f"integers of {ndim} dimensions"
     if _is_torch(values):
-        _check_torch_device(name, values, f"integers of {ndim} dimensions on cpu")
+        _check_torch_device(name, values, f"{allowed} on cpu")
+        if values.is_floating_point() or values.is_complex():
+            found = dtype_name(values.dtype)
+            raise InvalidConfigError(f"{name}: got {found}, allowed is {allowed}")
         values = values.detach().numpy()
+    elif isinstance(values, (str, bytes, bytearray, AbstractSet, Mapping)):
+        raise InvalidConfigError(f"{name}: got {described(values)}, allowed is {allowed}")
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise InvalidConfigError(
-            f"{name}: got ragged rows, allowed is integers of {ndim} dimensions"
-        ) from error
-    if array.size == 0 and array.ndim == ndim:
-        return array.astype(np.int64)
-    if array.ndim != ndim or not np.issubdtype(array.dtype, np.integer):
-        raise InvalidConfigError(
-            f"{name}: got {array.dtype} of {array.ndim} dimensions,"
-            f" allowed is integers of {ndim} dimensions"
-        )
+        raise InvalidConfigError(f"{name}: got ragged rows, allowed is {allowed}") from error
+    if array.ndim != ndim:
+        given = described(values) if array.ndim == 0 else f"{array.ndim} dimensions"
+        raise InvalidConfigError(f"{name}: got {given}, allowed is {allowed}")
+    if array.size == 0:
+        return np.zeros(array.shape, np.int64)
+    if array.dtype.kind == "O" or array.dtype == np.uint64:
+        _check_entries(name, array, high)
+    elif not np.issubdtype(array.dtype, np.integer):
+        raise InvalidConfigError(f"{name}: got {array.dtype}, allowed is {allowed}")
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _check_entries(name: str, array: npt.NDArray[Any], high: int) -> None:
+    """Refuse the first entry of an array that is no integer of 64 bits with a sign."""
+    if array.dtype.kind != "O" and array.max() < 2**63:
+        return
+    for at, value in np.ndenumerate(array):
+        is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not is_integer or not -(2**63) <= value < 2**63:
+            place = ", ".join(map(str, at))
+            raise InvalidConfigError(
+                f"{name}[{place}]: got {described(value)}, allowed is an integer from 0 to {high}"
+            )
+
+
+def is_dense(value: Any) -> "TypeGuard[Tensor]":
+    """Return whether this is a numpy array or a dense torch tensor, on any device."""
+    if _is_torch(value):
+        return value.layout is sys.modules["torch"].strided
+    return isinstance(value, np.ndarray)
 
 
 def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:

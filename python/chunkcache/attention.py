@@ -23,6 +23,9 @@ from chunkcache.kernels import frontend, tensors
 
 _DTYPES = tuple(_arrays.ITEM_SIZES)
 
+#: Tokens of a sequence, and so of a page, at most: positions are of 31 bits.
+_MAX_POSITIONS = 2**31 - 1
+
 
 def available_isas() -> list[Isa]:
     """Return the instruction sets that kernels exist for and this processor has, fastest last."""
@@ -48,7 +51,7 @@ def plan_from_block_tables(
     """
     return _core.plan_from_block_tables(
         int_array("block_table", block_table, 2),
-        int_array("seq_lens", seq_lens, 1),
+        int_array("seq_lens", seq_lens, 1, _MAX_POSITIONS),
         page_size,
         None if qo_indptr is None else int_array("qo_indptr", qo_indptr, 1),
     )
@@ -75,7 +78,7 @@ def plan_from_csr(
     return _core.plan_from_csr(
         int_array("kv_indptr", kv_indptr, 1),
         int_array("kv_indices", kv_indices, 1),
-        int_array("kv_last_page_len", kv_last_page_len, 1),
+        int_array("kv_last_page_len", kv_last_page_len, 1, _MAX_POSITIONS),
         page_size,
         None if qo_indptr is None else int_array("qo_indptr", qo_indptr, 1),
     )
@@ -130,12 +133,12 @@ def run(
 
     Raises:
         InvalidConfigError: an argument that is not allowed.
-        StalePlanError: the plan is closed.
+        StalePlanError: the plan is closed, or builds on one that was closed without a commit.
     """
     check_plan(plan)
     if tensors.is_cuda(q):
         if sharing != "auto" or isa is not None:
-            given = f"sharing={sharing!r}, isa={isa!r}"
+            given = f"sharing {_arrays.described(sharing)}, isa {_arrays.described(isa)}"
             raise InvalidConfigError(f"q: got a CUDA tensor with {given}, allowed is their default")
         on_device = tensors.as_tensor("q", q)
         kv = frontend.paged_kv(k_pages, v_pages, kv_layout, on_device.device.index)
@@ -254,30 +257,58 @@ def merge_states(o: Tensor, lse: Tensor) -> tuple[Any, Any]:
     return _merged([(o[i], lse[i]) for i in range(count)], names)
 
 
-def lse_to_base2(lse: Any) -> Any:
-    """Convert natural logarithms to base 2, as FlashInfer's states have them."""
-    return lse * np.float32(1 / np.log(2))
+def lse_to_base2(lse: Tensor) -> Any:
+    """Convert natural logarithms to base 2, as FlashInfer's states have them.
+
+    Args:
+        lse: float32 of any shape, numpy or torch on any device.
+
+    Raises:
+        InvalidConfigError: lse is anything else.
+    """
+    return _checked_lse(lse) * np.float32(1 / np.log(2))
 
 
-def lse_from_base2(lse: Any) -> Any:
-    """Convert logarithms to base 2, as FlashInfer's states have them, to natural ones."""
-    return lse * np.float32(np.log(2))
+def lse_from_base2(lse: Tensor) -> Any:
+    """Convert logarithms to base 2, as FlashInfer's states have them, to natural ones.
+
+    Args:
+        lse: float32 of any shape, numpy or torch on any device.
+
+    Raises:
+        InvalidConfigError: lse is anything else.
+    """
+    return _checked_lse(lse) * np.float32(np.log(2))
 
 
-def lse_to_heads_first(lse: Any) -> Any:
-    """Convert `[rows, num_qo_heads]` to vLLM's contiguous `[num_qo_heads, rows]`."""
-    return _transposed(lse)
+def lse_to_heads_first(lse: Tensor) -> Any:
+    """Convert `[rows, num_qo_heads]` to vLLM's contiguous `[num_qo_heads, rows]`.
+
+    Args:
+        lse: float32, numpy or torch on any device.
+
+    Raises:
+        InvalidConfigError: lse is anything else, or of another number of dimensions.
+    """
+    return _transposed(lse, "[rows, num_qo_heads]")
 
 
-def lse_from_heads_first(lse: Any) -> Any:
-    """Convert vLLM's `[num_qo_heads, rows]` to contiguous `[rows, num_qo_heads]`."""
-    return _transposed(lse)
+def lse_from_heads_first(lse: Tensor) -> Any:
+    """Convert vLLM's `[num_qo_heads, rows]` to contiguous `[rows, num_qo_heads]`.
+
+    Args:
+        lse: float32, numpy or torch on any device.
+
+    Raises:
+        InvalidConfigError: lse is anything else, or of another number of dimensions.
+    """
+    return _transposed(lse, "[num_qo_heads, rows]")
 
 
 def check_plan(plan: Plan) -> None:
     """Refuse what is not a plan."""
     if not isinstance(plan, Plan):
-        raise InvalidConfigError(f"plan: got {type(plan).__name__}, allowed is a Plan")
+        raise InvalidConfigError(f"plan: got {_arrays.described(plan)}, allowed is a Plan")
 
 
 class Arrays(NamedTuple):
@@ -317,6 +348,7 @@ def outputs(
     Raises:
         InvalidConfigError: arrays that are not allowed, or outputs that overlap q or each other.
     """
+    return_lse = _arrays.flag("return_lse", return_lse)
     q_view = view("q", q, expected)
     rows, heads, _ = q_view.shape
     as_q = Expected(expected.dims, q_view.shape, (q_view.dtype,))
@@ -336,8 +368,9 @@ def outputs(
 
 def _pages(k_pages: Tensor, v_pages: Tensor | None, kv_layout: str) -> tuple[View, View]:
     """Describe pages of keys and values as `[pages, heads, tokens, head_dim]`."""
-    if kv_layout not in ("NHD", "HND"):
-        raise InvalidConfigError(f"kv_layout: got {kv_layout!r}, allowed is 'NHD' or 'HND'")
+    if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
+        given = _arrays.described(kv_layout)
+        raise InvalidConfigError(f"kv_layout: got {given}, allowed is 'NHD' or 'HND'")
     inner = ("page_size", "num_kv_heads") if kv_layout == "NHD" else ("num_kv_heads", "page_size")
     if v_pages is None:
         combined = Expected(
@@ -383,8 +416,20 @@ def _merged(states: Sequence[tuple[Any, Any]], names: Sequence[str]) -> tuple[An
     return o, lse
 
 
-def _transposed(lse: Any) -> Any:
+def _checked_lse(lse: Any, shape: str = "of any shape") -> Any:
+    """Refuse what is no array or tensor of float32."""
+    if not _arrays.is_dense(lse) or _arrays.dtype_name(lse.dtype) != "float32":
+        given = _arrays.dtype_name(lse.dtype) if _arrays.is_dense(lse) else _arrays.described(lse)
+        raise InvalidConfigError(
+            f"lse: got {given}, allowed is a numpy array or a torch tensor, float32 {shape}"
+        )
+    return lse
+
+
+def _transposed(lse: Any, shape: str) -> Any:
     """Return a contiguous transpose of the same kind."""
+    if _checked_lse(lse, shape).ndim != 2:
+        raise InvalidConfigError(f"lse: got {lse.ndim} dimensions, allowed is float32 {shape}")
     if isinstance(lse, np.ndarray):
         return np.ascontiguousarray(lse.T)
     return lse.T.contiguous()

@@ -102,19 +102,21 @@ class ChunkCache:
         sizes = (capacity, capacity_bytes, memory_fraction)
         if sum(size is not None for size in sizes) != 1:
             raise InvalidConfigError(
-                f"capacity: got capacity={capacity}, capacity_bytes={capacity_bytes} and"
-                f" memory_fraction={memory_fraction}, allowed is exactly one of them"
+                f"capacity: got {_arrays.described(capacity)}, capacity_bytes"
+                f" {_arrays.described(capacity_bytes)} and memory_fraction"
+                f" {_arrays.described(memory_fraction)}, allowed is exactly one of them"
             )
         self._cuda: storage.DeviceStorage | None = None
         #: An empty array of the kind that was last written.
         self._kind: Tensor | None = None
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_layers: int = num_layers
+        self.num_kv_heads: int = num_kv_heads
+        self.head_dim: int = head_dim
         if ordinal is not None:
             if num_threads is not None:
+                given = _arrays.described(num_threads)
                 raise InvalidConfigError(
-                    f"num_threads: got {num_threads!r}, allowed on a CUDA device is None"
+                    f"num_threads: got {given}, allowed on a CUDA device is None"
                 )
             shape = storage.KvShape(num_layers, num_kv_heads, head_dim, self.dtype, chunk_size)
             chunks = storage.num_chunks(ordinal, shape, *sizes)
@@ -124,9 +126,14 @@ class ChunkCache:
             self.device = f"cuda:{ordinal}"
             self.tree = self._cuda.host.tree
             return
-        for name, given in (("memory_fraction", memory_fraction), ("num_qo_heads", num_qo_heads)):
-            if given is not None:
-                raise InvalidConfigError(f"{name}: got {given!r}, allowed on the CPU is None")
+        for name, only_cuda in (
+            ("memory_fraction", memory_fraction),
+            ("num_qo_heads", num_qo_heads),
+        ):
+            if only_cuda is not None:
+                raise InvalidConfigError(
+                    f"{name}: got {_arrays.described(only_cuda)}, allowed on the CPU is None"
+                )
         self.device = "cpu"
         self._host = _core.HostCache(
             num_layers,
@@ -254,7 +261,7 @@ class ChunkCache:
 
         Raises:
             InvalidConfigError: a layer, shape, dtype or device that is not allowed.
-            StalePlanError: the plan is closed.
+            StalePlanError: the plan is closed, or builds on one that was closed without a commit.
         """
         check_plan(plan)
         if self._cuda is not None:
@@ -287,17 +294,17 @@ class ChunkCache:
                 written.
             UnknownSequenceError: no such sequence.
         """
-        begin, end = _arrays.index("begin", begin), _arrays.index("end", end)
-        if end < begin:
-            raise InvalidConfigError(f"end: got {end}, allowed is begin = {begin} or more")
         num_tokens = self.tree.sequence(seq).num_tokens
-        if end > num_tokens:
-            raise InvalidConfigError(f"end: got {end}, allowed is at most {num_tokens} tokens")
+        begin = _arrays.index("begin", begin, 0, num_tokens)
+        end = _arrays.index("end", end, begin, num_tokens)
         if self._cuda is not None:
             return self._cuda.read_kv(layer, seq, begin, end, stream)
         _check_no_stream(stream)
         if self._kind is None:
-            raise InvalidConfigError("seq: got a sequence of a cache to which nothing was written")
+            raise InvalidConfigError(
+                "seq: got a sequence of a cache to which nothing was written,"
+                " allowed is one with written tokens"
+            )
         shape = (end - begin, self.num_kv_heads, self.head_dim)
         k, v = _arrays.empty_like(self._kind, shape), _arrays.empty_like(self._kind, shape)
         rows = self._kv_rows(end - begin)
@@ -351,7 +358,7 @@ class ChunkCache:
 
         Raises:
             InvalidConfigError: an argument that is not allowed.
-            StalePlanError: the plan is closed.
+            StalePlanError: the plan is closed, or builds on one that was closed without a commit.
         """
         check_plan(plan)
         if self._cuda is not None:
@@ -383,7 +390,7 @@ class ChunkCache:
             Who must now write what sequences that were removed meanwhile had begun.
 
         Raises:
-            StalePlanError: the plan is closed, or an earlier one was closed without a commit.
+            StalePlanError: the plan is closed, or builds on one that was closed without a commit.
             InvalidConfigError: an earlier plan is still open, or it is not a plan of this cache.
         """
         check_plan(plan)

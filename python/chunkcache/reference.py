@@ -30,6 +30,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from chunkcache import _arrays, _oracle
+from chunkcache.errors import InvalidConfigError
+
 Array: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -63,6 +66,9 @@ class SharedChunk(NamedTuple):
 
 def empty_partial(rows: int, num_qo_heads: int, head_dim: int) -> Partial:
     """Return the state over no keys, the neutral element of `attn_reduce`."""
+    rows = _arrays.index("rows", rows, 0, _oracle.MAX_SIZE)
+    num_qo_heads = _arrays.index("num_qo_heads", num_qo_heads, 0, _oracle.MAX_SIZE)
+    head_dim = _arrays.index("head_dim", head_dim, 0, _oracle.MAX_SIZE)
     o = np.zeros((rows, num_qo_heads, head_dim))
     m = np.full((rows, num_qo_heads), -np.inf)
     n = np.zeros((rows, num_qo_heads))
@@ -90,18 +96,22 @@ def partial_attn(
 
     Returns:
         The state over the visible keys of the chunk.
+
+    Raises:
+        InvalidConfigError: shapes or numbers that are not allowed.
     """
-    queries, keys, values = _float64(q), _float64(k), _float64(v)
-    num_qo_heads, head_dim = queries.shape[1:]
-    group = num_qo_heads // keys.shape[1]
+    queries, keys, values = _oracle.queries_keys_values(q, k, v)
+    group = queries.shape[1] // keys.shape[1]
     keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
-    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    scale = _oracle.scale(sm_scale, queries.shape[2])
+    cap = _oracle.soft_cap(logits_soft_cap)
+    seen = _oracle.visible(visible, queries.shape[0], keys.shape[0])
 
     w = scale * np.einsum("rhd,khd->rhk", queries, keys)
-    if logits_soft_cap:
-        w = logits_soft_cap * np.tanh(w / logits_soft_cap)
-    if visible is not None:
-        w = np.where(visible[:, np.newaxis, :], w, -np.inf)
+    if cap is not None:
+        w = cap * np.tanh(w / cap)
+    if seen is not None:
+        w = np.where(seen[:, np.newaxis, :], w, -np.inf)
     m = np.max(w, axis=-1, initial=-np.inf)
     e = np.exp(w - _finite(m)[..., np.newaxis])
     n = np.sum(e, axis=-1)
@@ -138,10 +148,15 @@ def merge_state(
     """Join two finished results over disjoint keys: `attn_reduce` for normalised outputs.
 
     A finished result `(o, lse)` is the state `(o, m=lse, n=1)`, or `n=0` where there were no keys.
+
+    Raises:
+        InvalidConfigError: shapes that are not allowed, or no numbers.
     """
-    a_m, b_m = _float64(lse_a), _float64(lse_b)
-    a = Partial(_float64(o_a), a_m, np.isfinite(a_m).astype(np.float64))
-    b = Partial(_float64(o_b), b_m, np.isfinite(b_m).astype(np.float64))
+    o = _oracle.floats("o_a", o_a, "rows", "num_qo_heads", "head_dim")
+    a_m = _oracle.floats("lse_a", lse_a, *o.shape[:2])
+    b_m = _oracle.floats("lse_b", lse_b, *o.shape[:2])
+    a = Partial(o, a_m, np.isfinite(a_m).astype(np.float64))
+    b = Partial(_oracle.floats("o_b", o_b, *o.shape), b_m, np.isfinite(b_m).astype(np.float64))
     return normalise(attn_reduce(a, b))
 
 
@@ -151,9 +166,13 @@ def visible_keys(
     """Return which keys each query sees, `[rows, keys]`: `i - window_left <= j <= i`.
 
     A `window_left` of -1 is no window.
+
+    Raises:
+        InvalidConfigError: what is no integer, or a window below -1.
     """
-    i = np.asarray(q_positions)[:, np.newaxis]
-    j = np.asarray(k_positions)[np.newaxis, :]
+    window_left = _arrays.index("window_left", window_left, -1, _oracle.MAX_SIZE)
+    i = _oracle.positions("q_positions", q_positions)[:, np.newaxis]
+    j = _oracle.positions("k_positions", k_positions)[np.newaxis, :]
     seen: npt.NDArray[np.bool_] = j <= i
     return seen if window_left < 0 else seen & (j >= i - window_left)
 
@@ -181,9 +200,15 @@ def attention(
 
     Returns:
         `o [rows, num_qo_heads, head_dim]` and `lse [rows, num_qo_heads]`.
+
+    Raises:
+        InvalidConfigError: shapes or numbers that are not allowed.
     """
-    rows, keys = np.shape(q)[0], np.shape(k)[0]
-    positions = np.arange(keys - rows, keys) if q_positions is None else q_positions
+    q, k, v = _oracle.queries_keys_values(q, k, v)
+    rows, keys = q.shape[0], k.shape[0]
+    positions = np.arange(keys - rows, keys)
+    if q_positions is not None:
+        positions = _oracle.positions("q_positions", q_positions, rows)
     visible = visible_keys(positions, np.arange(keys), window_left)
     return normalise(
         partial_attn(q, k, v, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, visible=visible)
@@ -215,9 +240,14 @@ def two_phase_attention(
 
     Returns:
         `o [rows, num_qo_heads, head_dim]` and `lse [rows, num_qo_heads]`.
+
+    Raises:
+        InvalidConfigError: shapes or numbers that are not allowed, or chunks of rows that are not
+            there.
     """
-    queries = _float64(q)
-    positions = np.asarray(q_positions)
+    queries = _oracle.floats("q", q, "rows", "num_qo_heads", "head_dim")
+    positions = _oracle.positions("q_positions", q_positions, queries.shape[0])
+    _check_chunks(shared, private, queries.shape[0])
 
     def attend(i: int, j: int, chunk: Chunk) -> Partial:
         keys = np.shape(chunk.k)[0]
@@ -254,15 +284,44 @@ def error(out: npt.ArrayLike, ref: npt.ArrayLike) -> float:
     A row and head whose reference is all zero must be zero: any other output there counts as
     infinite.
     """
-    difference = np.max(np.abs(_float64(out) - _float64(ref)), axis=-1, initial=0.0)
-    size = np.max(np.abs(_float64(ref)), axis=-1, initial=0.0)
-    ratio = np.where(size > 0, difference / np.where(size > 0, size, 1.0), 0.0)
+    wanted = np.atleast_1d(_oracle.floats("ref", ref))
+    found = np.atleast_1d(_oracle.floats("out", out, *np.shape(ref)))
+    difference = np.max(np.abs(found - wanted), axis=-1, initial=0.0)
+    size = np.max(np.abs(wanted), axis=-1, initial=0.0)
+    with np.errstate(invalid="ignore"):
+        ratio = np.where(size > 0, difference / np.where(size > 0, size, 1.0), 0.0)
     ratio = np.where((size == 0) & (difference > 0), np.inf, ratio)
     return float(np.max(ratio, initial=0.0))
 
 
-def _float64(array: npt.ArrayLike) -> Array:
-    return np.asarray(array).astype(np.float64)
+def _check_chunks(
+    shared: Sequence[SharedChunk], private: Sequence[Sequence[Chunk]], rows: int
+) -> None:
+    for name, chunks in (("shared", shared), ("private", private)):
+        if not isinstance(chunks, (list, tuple)):
+            given = _arrays.described(chunks)
+            raise InvalidConfigError(f"{name}: got {given}, allowed is a list of chunks")
+    for index, entry in enumerate(shared):
+        if not isinstance(entry, SharedChunk):
+            given = _arrays.described(entry)
+            raise InvalidConfigError(f"shared[{index}]: got {given}, allowed is a SharedChunk")
+        _check_chunk(f"shared[{index}].chunk", entry.chunk)
+        begin = _arrays.index(f"shared[{index}].i", entry.i, 0, rows)
+        _arrays.index(f"shared[{index}].j", entry.j, begin, rows)
+    if len(private) != rows:
+        raise InvalidConfigError(f"private: got {len(private)} lists, allowed is {rows}, one a row")
+    for row, own in enumerate(private):
+        if not isinstance(own, (list, tuple)):
+            given = _arrays.described(own)
+            raise InvalidConfigError(f"private[{row}]: got {given}, allowed is a list of chunks")
+        for index, chunk in enumerate(own):
+            _check_chunk(f"private[{row}][{index}]", chunk)
+
+
+def _check_chunk(name: str, chunk: Chunk) -> None:
+    if not isinstance(chunk, Chunk):
+        raise InvalidConfigError(f"{name}: got {_arrays.described(chunk)}, allowed is a Chunk")
+    _arrays.index(f"{name}.start", chunk.start, 0, _oracle.MAX_SIZE)
 
 
 def _finite(m: Array) -> Array:

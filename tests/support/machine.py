@@ -39,6 +39,8 @@ class Known:
     #: Tokens that came with the prompt: where equal ones must be found by whoever comes later.
     #: Later tokens may be a private duplicate of a chunk that is found in their stead.
     prompt: int = 0
+    #: It may stand again where others have not written yet: only its next token is sure.
+    rewound: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens) + self.reserved
@@ -52,7 +54,7 @@ class Step:
     seqs: list[int]
     #: For each chunk that it holds the namespace and the tokens up to the chunk's end.
     held: dict[int, tuple[str, tuple[int, ...]]]
-    #: An earlier plan was closed without a commit.
+    #: An earlier plan that it builds on was closed without a commit.
     stale: bool = False
 
 
@@ -220,7 +222,10 @@ class TreeMachine(RuleBasedStateMachine):
         forked = self.attempt(self.tree.fork, seq)
         if forked is not None:
             self.model.live[forked[0].seq] = Known(
-                source.salt, list(source.tokens), prompt=source.prompt
+                source.salt,
+                list(source.tokens),
+                prompt=source.prompt,
+                rewound=source.rewound,
             )
 
     @precondition(lambda self: self.model.live)
@@ -245,6 +250,7 @@ class TreeMachine(RuleBasedStateMachine):
         seq = self.choose(data, self.not_in_a_step())
         position = data.draw(st.integers(0, self.tree.sequence(seq).num_computed_tokens))
         self.tree.rewind(seq, position)
+        self.model.live[seq].rewound = True
         info = self.tree.sequence(seq)
         assert (info.num_computed_tokens, info.num_scheduled_tokens) == (position, position)
 
@@ -310,7 +316,8 @@ class TreeMachine(RuleBasedStateMachine):
     def num_left(self, seq: int, known: Known) -> int:
         """Known tokens that a step can compute now, if any."""
         info = self.tree.sequence(seq)
-        return len(known.tokens) - info.num_scheduled_tokens if info.is_ready else 0
+        left = len(known.tokens) - info.num_scheduled_tokens if info.is_ready else 0
+        return min(left, 1) if known.rewound else left
 
     @precondition(lambda self: len(self.model.steps) < 3 and self.ready())
     @rule(data=st.data())
@@ -364,7 +371,9 @@ class TreeMachine(RuleBasedStateMachine):
         # What began after a stale step was built without it.
         if not closed.stale:
             for later in self.model.steps[index:]:
-                later.stale = True
+                assert later.plan.is_stale or not later.stale
+                later.stale = later.plan.is_stale
+        assert not any(earlier.plan.is_stale != earlier.stale for earlier in self.model.steps)
 
     # What must hold after every operation.
 

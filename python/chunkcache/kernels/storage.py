@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chunkcache._arrays import described
 from chunkcache._core import DeviceCache, Plan
 from chunkcache.errors import InvalidConfigError, KernelError
 from chunkcache.kernels import frontend
@@ -286,25 +287,26 @@ def device_ordinal(device: Any) -> int | None:
         InvalidConfigError: something else, or a device that is not there.
     """
     allowed = "'cpu', 'cuda', 'cuda:N', a CUDA ordinal or a torch.device"
+    given = described(device)
     if isinstance(device, int) and not isinstance(device, bool):
-        name, number = "cuda", str(device)
+        name, number = "cuda", given
     else:
         name, _, number = str(device).partition(":")
     if name == "cpu":
         return None
     if name != "cuda" or (number and not number.isdecimal()):
-        raise InvalidConfigError(f"device: got {device!r}, allowed is {allowed}")
+        raise InvalidConfigError(f"device: got {given}, allowed is {allowed}")
     try:
         import torch
     except ImportError as missing:
         raise InvalidConfigError(
-            f"device: got {device!r}, which needs torch: pip install 'chunkcache[torch,cuda]'"
+            f"device: got {given}, which needs torch: pip install 'chunkcache[torch,cuda]'"
         ) from missing
     count = torch.cuda.device_count()
     ordinal = int(number) if number else (torch.cuda.current_device() if count else 0)
     if ordinal >= count:
         raise InvalidConfigError(
-            f"device: got {device!r}, allowed is one of the {count} CUDA devices here"
+            f"device: got {given}, allowed is one of the {count} CUDA devices here"
         )
     return ordinal
 

@@ -40,14 +40,23 @@ pub enum Error {
     },
     /// A plan that was used after its epoch, or after it was closed.
     #[error(
-        "stale plan: made for epoch {plan}, closed or overtaken since (the tables are at epoch \
-         {current}); make a new plan"
+        "plan: got the plan of epoch {plan}, closed or overtaken since (the tables are at epoch \
+         {current}), allowed is an open plan; make a new one"
     )]
     StalePlan {
         /// The plan's epoch.
         plan: u64,
         /// The epoch now.
         current: u64,
+    },
+    /// An open plan, or step, that builds on one that was aborted: on K/V that no one writes.
+    #[error(
+        "plan: got plan {plan}, which builds on an earlier one that was closed without a commit, \
+         allowed is a plan that builds on written K/V; close it and make a new one"
+    )]
+    AbandonedPlan {
+        /// The plan's epoch, or the step's number.
+        plan: u64,
     },
 }
 

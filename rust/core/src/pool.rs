@@ -6,6 +6,9 @@ pub use layout::KvLayout;
 
 use crate::error::{Error, Result};
 
+/// Chunks that a pool may have at most: ids are of 32 bits, and one is left to say "none".
+pub const MAX_CAPACITY: usize = u32::MAX as usize - 1;
+
 /// A chunk's number in its pool. Other engines call a chunk a page (FlashInfer, SGLang) or a
 /// block (vLLM).
 pub type ChunkId = u32;
@@ -38,13 +41,11 @@ impl ChunkPool {
     /// # Errors
     /// [`Error::InvalidConfig`] if `capacity` is zero or does not leave room for ids of 32 bits.
     pub fn new(capacity: usize) -> Result<Self> {
-        let allowed = || format!("1 to {} chunks", u32::MAX - 1);
-        match u32::try_from(capacity) {
-            Ok(chunks) if (1..u32::MAX).contains(&chunks) => {
-                Ok(Self { capacity: chunks, next_unused: 0, returned: Vec::new() })
-            }
-            _ => Err(Error::invalid("capacity", capacity, allowed())),
+        if !(1..=MAX_CAPACITY).contains(&capacity) {
+            let allowed = format!("1 to {MAX_CAPACITY} chunks");
+            return Err(Error::invalid("capacity", capacity, allowed));
         }
+        Ok(Self { capacity: capacity as u32, next_unused: 0, returned: Vec::new() })
     }
 
     /// Number of chunks, free or not.

@@ -1,7 +1,9 @@
 //! Host storage of K and V.
 
 use chunkcache::error::Error;
-use chunkcache::kv::{Dtype, Element, HostKv, KvConfig, KvLayout, Rows, RowsLayout, RowsMut};
+use chunkcache::kv::{
+    Dtype, Element, HostKv, KvConfig, KvLayout, Reserve, Rows, RowsLayout, RowsMut,
+};
 use half::{bf16, f16};
 
 const HEADS: usize = 3;
@@ -159,16 +161,16 @@ fn addresses_past_four_gigabytes_are_right() {
         head_dim: 256,
         chunk_size: 128,
         dtype: Dtype::F32,
-        capacity: u32::MAX as usize,
+        capacity: u32::MAX as usize - 1,
     })
     .unwrap();
     // 80 layers of 64 heads of 2 * 128 KiB: 1.25 GiB a chunk.
     assert_eq!(layout.chunk_bytes(), 80 * 64 * (256 << 10));
     assert_eq!(layout.chunks_per_slab(), 1);
-    let last = u32::MAX - 1;
+    let last = u32::MAX - 2;
     assert_eq!(layout.locate(79, last, 63), (last as usize, (79 * 64 + 63) * (256 << 10)));
     let total = layout.num_slabs() as u128 * layout.slab_bytes() as u128;
-    assert_eq!(total, u128::from(u32::MAX) * 80 * 64 * (256 << 10));
+    assert_eq!(total, u128::from(u32::MAX - 1) * 80 * 64 * (256 << 10));
 }
 
 #[test]
@@ -194,9 +196,12 @@ fn chunks_of_a_slab_do_not_overlap() {
 #[test]
 fn sizes_that_are_not_allowed_are_refused() {
     let good = config(8, 16, Dtype::F32);
-    let cases: [(&str, KvConfig); 10] = [
+    let cases = [
         ("num_layers", KvConfig { num_layers: 0, ..good }),
+        ("num_layers", KvConfig { num_layers: usize::MAX, ..good }),
         ("num_kv_heads", KvConfig { num_kv_heads: 0, ..good }),
+        ("num_kv_heads", KvConfig { num_kv_heads: 1 << 40, ..good }),
+        ("head_dim", KvConfig { head_dim: usize::MAX - 7, ..good }),
         ("capacity", KvConfig { capacity: 0, ..good }),
         ("capacity", KvConfig { capacity: usize::MAX, ..good }),
         ("head_dim", KvConfig { head_dim: 6, ..good }),
@@ -209,6 +214,25 @@ fn sizes_that_are_not_allowed_are_refused() {
     for (argument, config) in cases {
         assert_eq!(refused(HostKv::new(config).map(drop)), argument, "{config:?}");
     }
+}
+
+#[test]
+fn a_capacity_beyond_all_memory_costs_none() {
+    let kv =
+        HostKv::new(KvConfig { capacity: u32::MAX as usize - 1, ..config(8, 128, Dtype::F32) });
+    assert_eq!(kv.unwrap().allocated_bytes(), 0);
+}
+
+#[test]
+fn a_reserve_backs_one_slab() {
+    let mut kv = HostKv::new(KvConfig { capacity: 100_000, ..config(8, 128, Dtype::F32) }).unwrap();
+    let mut reserve = Reserve::new(kv.layout());
+    reserve.fill().unwrap();
+    assert_eq!(kv.allocated_bytes(), 0);
+    kv.back(7, &mut reserve).unwrap();
+    assert!(kv.has_memory(7) && !kv.has_memory(99_999));
+    assert_eq!(kv.allocated_bytes(), kv.layout().slab_bytes());
+    assert_eq!(refused(kv.back(100_000, &mut reserve)), "chunk");
 }
 
 #[test]

@@ -2,19 +2,29 @@
 //!
 //! Each function reads the argument that it is named for, with an error that names it.
 
+use std::fmt::{self, Display};
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use chunkcache::attention::Workers;
 use chunkcache::error::{Error, Result};
+use chunkcache::kv::MAX_DIM;
+use chunkcache::pool::MAX_CAPACITY;
 use chunkcache::tree::{PinHandle, SeqHandle};
+use pyo3::exceptions::{PyException, PyOverflowError};
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyBool, PyString};
 
+use crate::described::{described, is_bag};
 use crate::errors::to_python;
 use crate::tokens::Tokens;
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 
 const HANDLE: &str = "a handle that the tree gave out";
+
+/// Tokens per chunk or page, at most.
+const MAX_CHUNK_SIZE: usize = 1 << 20;
 
 /// Maps an error of the core.
 pub trait IntoPython<T> {
@@ -28,26 +38,61 @@ impl<T> IntoPython<T> for Result<T> {
     }
 }
 
-/// A value as an error message shows it: a number as itself, anything else by its type.
-pub fn described(object: Object<'_, '_>) -> String {
-    let class = object.get_type().name().map_or_else(|_| "object".into(), |name| name.to_string());
-    match object.str() {
-        Ok(text) if class == "int" || class == "float" => text.to_string(),
-        _ => class,
+/// An item of an argument, as errors name it.
+struct Item<'a>(&'a str, usize);
+
+impl Display for Item<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{}]", self.0, self.1)
     }
 }
 
 /// The error for an argument that is something else than allowed.
-pub fn refused(name: &str, object: Object<'_, '_>, allowed: impl Into<String>) -> PyErr {
-    to_python(object.py(), Error::invalid(name, described(object), allowed))
+pub fn refused(name: impl Display, object: Object<'_, '_>, allowed: impl Into<String>) -> PyErr {
+    to_python(object.py(), Error::invalid(name.to_string(), described(object), allowed))
 }
 
-fn size(name: &str, object: Object<'_, '_>) -> PyResult<usize> {
-    object.extract().map_err(|_| refused(name, object, "an integer of 0 or more"))
+/// Whatever Python counts as an integer, but for True and False; None for anything else, and for
+/// what 64 bits do not hold.
+fn number(object: Object<'_, '_>) -> PyResult<Option<i128>> {
+    if object.is_instance_of::<PyBool>() {
+        return Ok(None);
+    }
+    let py = object.py();
+    match object.extract::<i64>() {
+        Ok(number) => Ok(Some(number.into())),
+        Err(error) if error.is_instance_of::<PyOverflowError>(py) => {
+            Ok(object.extract::<u64>().ok().map(Into::into))
+        }
+        // Whatever its `__index__` raises, but for an interrupt.
+        Err(error) if error.is_instance_of::<PyException>(py) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
-fn handle(name: &str, object: Object<'_, '_>) -> PyResult<u64> {
-    object.extract().map_err(|_| refused(name, object, HANDLE))
+/// An integer within a range, which the error states unless `allowed` says it better.
+fn integer<T: TryFrom<i128> + Into<i128> + Copy>(
+    name: impl Display,
+    object: Object<'_, '_>,
+    range: RangeInclusive<T>,
+    allowed: Option<&str>,
+) -> PyResult<T> {
+    let (min, max) = ((*range.start()).into(), (*range.end()).into());
+    let found = number(object)?.filter(|found| (min..=max).contains(found));
+    found.and_then(|found| T::try_from(found).ok()).ok_or_else(|| {
+        let range = || format!("an integer from {min} to {max}");
+        refused(&name, object, allowed.map_or_else(range, str::to_owned))
+    })
+}
+
+/// A size within a range.
+fn size(name: &str, object: Object<'_, '_>, range: RangeInclusive<usize>) -> PyResult<usize> {
+    let range = *range.start() as u64..=*range.end() as u64;
+    integer(name, object, range, None).map(|size| size as usize)
+}
+
+fn handle(name: impl Display, object: Object<'_, '_>) -> PyResult<u64> {
+    integer(name, object, 0..=u64::MAX, Some(HANDLE))
 }
 
 /// Every item of an iterable, read with its index in the name.
@@ -55,15 +100,18 @@ fn each<'py, T>(
     name: &str,
     object: Object<'_, 'py>,
     allowed: &str,
-    read: impl Fn(&str, &Bound<'py, PyAny>) -> PyResult<T>,
+    read: impl Fn(Item<'_>, &Bound<'py, PyAny>) -> PyResult<T>,
 ) -> PyResult<Vec<T>> {
+    if is_bag(object)? {
+        return Err(refused(name, object, allowed));
+    }
     let items = object.try_iter().map_err(|_| refused(name, object, allowed))?.enumerate();
-    items.map(|(i, item)| read(&format!("{name}[{i}]"), &item?)).collect()
+    items.map(|(i, item)| read(Item(name, i), &item?)).collect()
 }
 
 /// Chunks in the pool.
 pub fn capacity(object: Object<'_, '_>) -> PyResult<usize> {
-    size("capacity", object)
+    size("capacity", object, 1..=MAX_CAPACITY)
 }
 
 /// Chunks in the pool, if given.
@@ -71,14 +119,16 @@ pub fn optional_capacity(object: Object<'_, '_>) -> PyResult<Option<usize>> {
     (!object.is_none()).then(|| capacity(object)).transpose()
 }
 
-/// Bytes of K and V, if given.
-pub fn capacity_bytes(object: Object<'_, '_>) -> PyResult<Option<usize>> {
-    (!object.is_none()).then(|| size("capacity_bytes", object)).transpose()
+/// Bytes of K and V for at least one chunk of `chunk_bytes`, as whole chunks.
+pub fn chunks_of_bytes(object: Object<'_, '_>, chunk_bytes: usize) -> PyResult<usize> {
+    let max = MAX_CAPACITY.min(isize::MAX as usize / chunk_bytes) * chunk_bytes;
+    size("capacity_bytes", object, chunk_bytes..=max).map(|bytes| bytes / chunk_bytes)
 }
 
 /// Threads, if given.
 pub fn num_threads(object: Object<'_, '_>) -> PyResult<Option<usize>> {
-    (!object.is_none()).then(|| size("num_threads", object)).transpose()
+    let range = 1..=Workers::MAX_THREADS;
+    (!object.is_none()).then(|| size("num_threads", object, range)).transpose()
 }
 
 /// Whether equal prefixes are stored once.
@@ -86,62 +136,76 @@ pub fn enable_prefix_sharing(object: Object<'_, '_>) -> PyResult<bool> {
     object.extract().map_err(|_| refused("enable_prefix_sharing", object, "True or False"))
 }
 
-/// Tokens per chunk.
+/// Tokens per chunk of a tree.
 pub fn chunk_size(object: Object<'_, '_>) -> PyResult<usize> {
-    size("chunk_size", object)
+    size("chunk_size", object, 1..=MAX_CHUNK_SIZE)
+}
+
+/// Tokens per chunk of a tree with K/V.
+pub fn kv_chunk_size(object: Object<'_, '_>) -> PyResult<usize> {
+    let found = integer("chunk_size", object, 16..=128_u8, Some("16 to 128, a multiple of 16"))?;
+    Ok(found.into())
 }
 
 /// Tokens per page.
 pub fn page_size(object: Object<'_, '_>) -> PyResult<u32> {
-    object.extract().map_err(|_| refused("page_size", object, "an integer from 1 to 4294967295"))
+    size("page_size", object, 1..=MAX_CHUNK_SIZE).map(|size| size as u32)
 }
 
 /// Layers of a model.
 pub fn num_layers(object: Object<'_, '_>) -> PyResult<usize> {
-    size("num_layers", object)
+    size("num_layers", object, 1..=MAX_DIM)
 }
 
 /// K/V heads of a layer.
 pub fn num_kv_heads(object: Object<'_, '_>) -> PyResult<usize> {
-    size("num_kv_heads", object)
+    size("num_kv_heads", object, 1..=MAX_DIM)
 }
 
 /// Elements of one head's key or value.
 pub fn head_dim(object: Object<'_, '_>) -> PyResult<usize> {
-    size("head_dim", object)
+    size("head_dim", object, 1..=MAX_DIM)
 }
 
-/// A layer of a model.
-pub fn layer(object: Object<'_, '_>) -> PyResult<usize> {
-    size("layer", object)
+/// A layer of a model of `num_layers`.
+pub fn layer(object: Object<'_, '_>, num_layers: usize) -> PyResult<usize> {
+    size("layer", object, 0..=num_layers - 1)
+}
+
+/// How many keys before its own a query sees.
+pub fn window_left(object: Object<'_, '_>) -> PyResult<i32> {
+    let allowed = format!("an integer from -1 (infinite) to {}", i32::MAX);
+    integer("window_left", object, -1..=i32::MAX, Some(&allowed))
 }
 
 /// Chunks to evict.
 pub fn num_chunks(object: Object<'_, '_>) -> PyResult<usize> {
-    size("num_chunks", object)
+    size("num_chunks", object, 0..=usize::MAX)
 }
 
 /// A sequence's new length.
 pub fn num_tokens(object: Object<'_, '_>) -> PyResult<usize> {
-    size("num_tokens", object)
+    let allowed = Some("an integer from 1 to the sequence's tokens");
+    integer("num_tokens", object, 1..=u64::MAX, allowed).map(|tokens| tokens as usize)
 }
 
 /// A position among computed tokens.
 pub fn num_computed_tokens(object: Object<'_, '_>) -> PyResult<usize> {
-    size("num_computed_tokens", object)
+    let allowed = Some("an integer from 0 to the sequence's computed tokens");
+    let found = integer("num_computed_tokens", object, 0..=u64::MAX, allowed)?;
+    Ok(found as usize)
 }
 
 /// A number of tokens for each sequence.
 pub fn num_tokens_each(object: Object<'_, '_>) -> PyResult<Vec<u32>> {
-    let read = |name: &str, item: Object<'_, '_>| {
-        item.extract().map_err(|_| refused(name, item, "an integer from 0 to 4294967295"))
-    };
+    let allowed = Some("an integer from 1 to the tokens that the sequence has left to compute");
+    let read = |name: Item<'_>, item: Object<'_, '_>| integer(name, item, 1..=u32::MAX, allowed);
     each("num_tokens", object, "a sequence of integers, one for each sequence", read)
 }
 
-/// First token position.
+/// First token position, which the caller in Python has checked.
 pub fn begin(object: Object<'_, '_>) -> PyResult<usize> {
-    size("begin", object)
+    size("begin", object, 0..=usize::MAX)
 }
 
 /// Rows of q for each entry of a batch, if given.
@@ -156,13 +220,13 @@ pub fn seq(object: Object<'_, '_>) -> PyResult<SeqHandle> {
 
 /// Several sequences.
 pub fn seqs(object: Object<'_, '_>) -> PyResult<Vec<SeqHandle>> {
-    let read = |name: &str, item: Object<'_, '_>| handle(name, item).map(Into::into);
+    let read = |name: Item<'_>, item: Object<'_, '_>| handle(name, item).map(Into::into);
     each("seqs", object, "a sequence of handles", read)
 }
 
 /// The sequences of a step; None is a padding row.
 pub fn batch(object: Object<'_, '_>) -> PyResult<Vec<Option<SeqHandle>>> {
-    let read = |name: &str, item: Object<'_, '_>| {
+    let read = |name: Item<'_>, item: Object<'_, '_>| {
         (!item.is_none()).then(|| handle(name, item).map(Into::into)).transpose()
     };
     each("batch", object, "a sequence of handles or None", read)
@@ -190,12 +254,20 @@ pub fn cache_salt<'a>(object: Object<'a, '_>) -> PyResult<&'a str> {
     text.to_str().map_err(|_| refused("cache_salt", object, allowed))
 }
 
+/// A real number; None for anything else, True and False included.
+pub fn real(object: Object<'_, '_>) -> Option<f64> {
+    if object.is_instance_of::<PyBool>() {
+        return None;
+    }
+    object.extract().ok()
+}
+
 /// A time to live in seconds; None is without end.
 pub fn ttl(object: Object<'_, '_>) -> PyResult<Option<Duration>> {
     if object.is_none() {
         return Ok(None);
     }
-    let refused = || refused("ttl", object, "a number of seconds of 0 or more, or None");
-    let seconds: f64 = object.extract().map_err(|_| refused())?;
-    Duration::try_from_secs_f64(seconds).map(Some).map_err(|_| refused())
+    let time = real(object).and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    let allowed = "a number of seconds from 0 to 1.8e19, or None for a pin without end";
+    time.map(Some).ok_or_else(|| refused("ttl", object, allowed))
 }

@@ -262,7 +262,7 @@ impl DeviceCache {
     ) -> PyResult<T> {
         self.shared.with(py, false, |state| match &mut state.backing {
             Backing::Device(device) => work(device),
-            Backing::Host(_) | Backing::None => {
+            Backing::Host(..) | Backing::None => {
                 Err(Error::invalid("cache", "a cache in host memory", "a cache on a device"))
             }
         })

@@ -1,10 +1,10 @@
 //! The K/V of a `ChunkCache` in host memory.
 
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, RwLock};
 
 use chunkcache::attention::{KvSource, attend};
 use chunkcache::error::Error;
-use chunkcache::kv::{HostKv, KvConfig};
+use chunkcache::kv::{HostKv, KvConfig, Reserve};
 use chunkcache::tree::{PrefixTree, SeqHandle, TreeConfig};
 use pyo3::prelude::*;
 
@@ -40,9 +40,9 @@ impl HostCache {
         #[pyo3(from_py_with = args::num_kv_heads)] num_kv_heads: usize,
         #[pyo3(from_py_with = args::head_dim)] head_dim: usize,
         dtype: &str,
-        #[pyo3(from_py_with = args::chunk_size)] chunk_size: usize,
+        #[pyo3(from_py_with = args::kv_chunk_size)] chunk_size: usize,
         #[pyo3(from_py_with = args::optional_capacity)] capacity: Option<usize>,
-        #[pyo3(from_py_with = args::capacity_bytes)] capacity_bytes: Option<usize>,
+        capacity_bytes: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::num_threads)] num_threads: Option<usize>,
         #[pyo3(from_py_with = args::enable_prefix_sharing)] enable_prefix_sharing: bool,
     ) -> PyResult<Self> {
@@ -51,14 +51,9 @@ impl HostCache {
         // Also checks all sizes but the capacity, which may be given in bytes.
         HostKv::new(sizes).into_python(py)?;
         let chunk_bytes = 2 * num_layers * num_kv_heads * chunk_size * head_dim * dtype.itemsize();
-        let capacity = match (capacity, capacity_bytes) {
-            (Some(chunks), _) => chunks,
-            (None, Some(bytes)) if bytes >= chunk_bytes => bytes / chunk_bytes,
-            (None, bytes) => {
-                let allowed = format!("at least the {chunk_bytes} bytes of one chunk");
-                let error = Error::invalid("capacity_bytes", bytes.unwrap_or(0), allowed);
-                return Err(error).into_python(py);
-            }
+        let capacity = match capacity {
+            Some(chunks) => chunks,
+            None => args::chunks_of_bytes(capacity_bytes, chunk_bytes)?,
         };
         let config = KvConfig { capacity, ..sizes };
         let tree = PrefixTree::new(TreeConfig {
@@ -69,7 +64,8 @@ impl HostCache {
         let tree = tree.into_python(py)?;
         let kv = RwLock::new(HostKv::new(config).into_python(py)?);
         let store = Arc::new(Store { kv, workers: workers(num_threads).into_python(py)? });
-        let shared = Shared::new(tree, Backing::Host(Arc::clone(&store)));
+        let reserve = Reserve::new(store.reading().layout());
+        let shared = Shared::new(tree, Backing::Host(Arc::clone(&store), reserve));
         Ok(Self { shared, store, config })
     }
 
@@ -83,7 +79,7 @@ impl HostCache {
     /// Bytes of memory taken so far.
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.reading().allocated_bytes())
+        py.detach(|| self.store.reading().allocated_bytes())
     }
 
     /// Commit a plan of this cache.
@@ -96,17 +92,18 @@ impl HostCache {
     fn write_kv(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = args::layer)] layer: usize,
+        layer: &Bound<'_, PyAny>,
         k: View,
         v: View,
         plan: &PyPlan,
     ) -> PyResult<()> {
+        let layer = args::layer(layer, self.config.num_layers)?;
         plan.check_is_of(&self.shared).into_python(py)?;
         py.detach(|| {
             plan.read(|_, slots| {
                 // SAFETY: the caller in Python has checked the arrays, and holds them.
                 let (k, v) = unsafe { (k.rows(), v.rows()) };
-                self.writing().write_kv(layer, &k, &v, slots)
+                self.store.writing().write_kv(layer, &k, &v, slots)
             })
         })
         .into_python(py)
@@ -116,12 +113,13 @@ impl HostCache {
     fn read_kv(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = args::layer)] layer: usize,
+        layer: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::seq)] seq: SeqHandle,
         #[pyo3(from_py_with = args::begin)] begin: usize,
         k: View,
         v: View,
     ) -> PyResult<()> {
+        let layer = args::layer(layer, self.config.num_layers)?;
         let chunk_size = self.config.chunk_size;
         let tokens = begin..begin + k.shape[0];
         self.shared.with(py, true, |state| {
@@ -137,7 +135,7 @@ impl HostCache {
             let slots: Vec<i64> = tokens.map(slot).collect();
             // SAFETY: the caller in Python has just made the arrays, and holds them.
             let (mut k, mut v) = unsafe { (k.rows_mut()?, v.rows_mut()?) };
-            self.reading().read_kv(layer, &slots, &mut k, &mut v)
+            self.store.reading().read_kv(layer, &slots, &mut k, &mut v)
         })
     }
 
@@ -146,13 +144,14 @@ impl HostCache {
     fn attend(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = args::layer)] layer: usize,
+        layer: &Bound<'_, PyAny>,
         q: View,
         plan: &PyPlan,
         options: Options,
         out: View,
         lse: Option<View>,
     ) -> PyResult<()> {
+        let layer = args::layer(layer, self.config.num_layers)?;
         plan.check_is_of(&self.shared).into_python(py)?;
         let params = options.params(self.config.head_dim);
         py.detach(|| {
@@ -161,21 +160,11 @@ impl HostCache {
                 let (q, mut out) = unsafe { (q.rows(), out.rows_mut()?) };
                 // SAFETY: as above.
                 let lse = lse.map(|lse| unsafe { lse.floats_mut() });
-                let kv = self.reading();
+                let kv = self.store.reading();
                 let source = KvSource::Host { kv: &kv, layer };
                 attend(view, &source, &q, &params, &mut out, lse, &self.store.workers)
             })
         })
         .into_python(py)
-    }
-}
-
-impl HostCache {
-    fn reading(&self) -> RwLockReadGuard<'_, HostKv> {
-        self.store.kv.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn writing(&self) -> RwLockWriteGuard<'_, HostKv> {
-        self.store.kv.write().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,6 +3,7 @@
 mod args;
 mod arrays;
 mod attention;
+mod described;
 mod device;
 mod errors;
 mod host;

@@ -7,7 +7,8 @@ use chunkcache::attention::{AttentionParams, Isa, Sharing, Workers};
 use chunkcache::error::{Error, Result};
 use pyo3::prelude::*;
 
-use crate::args::{IntoPython, described, refused};
+use crate::args::{self, IntoPython, real, refused};
+use crate::described::described;
 use crate::errors::to_python;
 
 /// `chunkcache.attention.Options` as Python passes it: a tuple of its fields.
@@ -31,17 +32,15 @@ impl<'py> FromPyObject<'_, 'py> for Options {
             Bound<'py, PyAny>,
             Bound<'py, PyAny>,
         )>()?;
-        let logits_soft_cap = real("logits_soft_cap", &logits_soft_cap)?;
         Ok(Self {
-            sm_scale: real("sm_scale", &sm_scale)?,
-            logits_soft_cap: logits_soft_cap.filter(|&cap| cap != 0.0),
-            window_left: window_left.extract().map_err(|_| {
-                let allowed = "an integer, -1 (infinite) or more";
-                refused("window_left", &window_left, allowed)
-            })?,
-            sharing: named("sharing", &sharing, &SHARING)?.unwrap_or_default(),
-            isa: named("isa", &isa, &Isa::ALL.map(|isa| (isa.to_string(), isa)))?
-                .unwrap_or_else(Isa::detect),
+            sm_scale: scale(&sm_scale)?,
+            logits_soft_cap: soft_cap(&logits_soft_cap)?,
+            window_left: args::window_left(&window_left)?,
+            sharing: named("sharing", &sharing, &SHARING)?,
+            isa: match isa.is_none() {
+                true => Isa::detect(),
+                false => named("isa", &isa, &Isa::ALL.map(|isa| (isa.to_string(), isa)))?,
+            },
         })
     }
 }
@@ -63,22 +62,32 @@ impl Options {
 const SHARING: [(&str, Sharing); 3] =
     [("auto", Sharing::Auto), ("always", Sharing::Always), ("never", Sharing::Never)];
 
-fn real(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
-    object.extract().map_err(|_| refused(name, object, "a real number or None"))
+fn scale(object: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
+    if object.is_none() {
+        return Ok(None);
+    }
+    let scale = real(object).map(|scale| scale as f32).filter(|scale| scale.is_finite());
+    scale.map(Some).ok_or_else(|| refused("sm_scale", object, "a finite float32, or None"))
+}
+
+fn soft_cap(object: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
+    if object.is_none() || real(object) == Some(0.0) {
+        return Ok(None);
+    }
+    let cap = real(object).map(|cap| cap as f32).filter(|cap| cap.is_finite() && *cap > 0.0);
+    let allowed = "a finite float32 above 0, or 0 or None for no cap";
+    cap.map(Some).ok_or_else(|| refused("logits_soft_cap", object, allowed))
 }
 
 fn named<T: Copy>(
     argument: &str,
     object: &Bound<'_, PyAny>,
     values: &[(impl AsRef<str>, T)],
-) -> PyResult<Option<T>> {
-    if object.is_none() {
-        return Ok(None);
-    }
+) -> PyResult<T> {
     let given: Option<String> = object.extract().ok();
     let found = values.iter().find(|(name, _)| given.as_deref() == Some(name.as_ref()));
     match found {
-        Some(&(_, value)) => Ok(Some(value)),
+        Some(&(_, value)) => Ok(value),
         None => {
             let names: Vec<&str> = values.iter().map(|(name, _)| name.as_ref()).collect();
             let given = given.unwrap_or_else(|| described(object));

@@ -148,7 +148,7 @@ impl PyPlan {
     /// waits until it has ended.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the plan is closed.
+    /// [`Error::StalePlan`] if the plan is closed, [`Error::AbandonedPlan`] if it is stale.
     pub fn read<T>(&self, work: impl FnOnce(&PlanView<'_>, &[i64]) -> Result<T>) -> Result<T> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         let Open { plan, tables } = open.as_ref().ok_or_else(|| self.stale())?;
@@ -286,11 +286,21 @@ impl PyPlan {
         py.detach(|| self.open.read().unwrap_or_else(PoisonError::into_inner).is_some())
     }
 
+    /// Whether it builds on an earlier plan that was closed without a commit. It can then only be
+    /// closed: the K/V that it reads is never written.
+    #[getter]
+    fn is_stale(&self, py: Python<'_>) -> bool {
+        py.detach(|| {
+            let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+            open.as_ref().is_some_and(|open| open.plan.is_stale())
+        })
+    }
+
     /// The context tables of the step: tokens per page, rows of q, and uint32 arrays `order`,
     /// `sequences [rows, 5]`, `segment_order`, `segments [rows, 6]` (both flat) and `page_ids`.
     ///
     /// Raises:
-    ///     StalePlanError: the plan is closed.
+    ///     StalePlanError: the plan is closed, or stale.
     fn tables<'py>(&self, py: Python<'py>) -> PyResult<TableArrays<'py>> {
         let copied = self.read(|view, _| Ok(CopiedTables::of(view))).into_python(py)?;
         let array = |words: &[u32]| uint32_array(py, words);
@@ -340,7 +350,7 @@ impl PyPlan {
     /// order in which they were made.
     ///
     /// Raises:
-    ///     StalePlanError: the plan is closed, or an earlier one was closed without a commit.
+    ///     StalePlanError: the plan is closed, or stale.
     ///     InvalidConfigError: an earlier plan is still open, or the plan is not one of a tree.
     pub fn commit(&self, py: Python<'_>) -> PyResult<Committed> {
         if self.shared.is_none() {

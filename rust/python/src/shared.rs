@@ -1,10 +1,10 @@
 //! A tree with the K/V of its chunks behind one lock, as several Python objects hold it.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use chunkcache::attention::Workers;
 use chunkcache::error::Result;
-use chunkcache::kv::HostKv;
+use chunkcache::kv::{HostKv, Reserve};
 use chunkcache::plan::{Cutter, DeviceCosts, HeadShape, Limits, Plan, Planner, WorkLimits};
 use chunkcache::tree::{CopyChunk, PrefixTree, SeqHandle, StepId};
 use pyo3::exceptions::PyRuntimeError;
@@ -23,6 +23,18 @@ pub struct Store {
     pub kv: RwLock<HostKv>,
     /// The threads.
     pub workers: Workers,
+}
+
+impl Store {
+    /// The K/V, to read.
+    pub fn reading(&self) -> RwLockReadGuard<'_, HostKv> {
+        self.kv.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The K/V, to change.
+    pub fn writing(&self) -> RwLockWriteGuard<'_, HostKv> {
+        self.kv.write().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What plans for a device have beside their tables, and what is still to be done there.
@@ -57,7 +69,7 @@ pub enum Backing {
     /// Not ours: a tree alone.
     None,
     /// In host memory.
-    Host(Arc<Store>),
+    Host(Arc<Store>, Reserve),
     /// On a device, which the Python side works on.
     Device(Box<Device>),
 }
@@ -74,23 +86,42 @@ pub struct State {
 }
 
 impl State {
+    /// Makes sure that the chunk that an operation of the tree may copy to will have memory, if the
+    /// K/V is in host memory: to be called before the tree changes. `may_copy` is only asked in need.
+    pub fn make_room(&mut self, may_copy: impl FnOnce(&PrefixTree) -> bool) -> Result<()> {
+        let Backing::Host(_, reserve) = &mut self.backing else { return Ok(()) };
+        match reserve.fill() {
+            Err(error) if may_copy(&self.tree) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Makes the copies that an operation of the tree has asked for, if the K/V is ours; on a device
     /// they are noted and made before anything else is done there.
     pub fn copy(&mut self, copies: &[CopyChunk]) -> Result<()> {
         match &mut self.backing {
-            Backing::Host(store) if !copies.is_empty() => {
-                let mut kv = store.kv.write().unwrap_or_else(PoisonError::into_inner);
+            Backing::Host(store, reserve) if !copies.is_empty() => {
+                let mut kv = store.writing();
                 for copy in copies {
                     // A step may be committed without ever writing; its K/V is anything then.
                     if kv.has_memory(copy.src) {
+                        kv.back(copy.dst, reserve)?;
                         kv.copy_chunk_head(copy.src, copy.dst, copy.num_tokens)?;
                     }
                 }
             }
             Backing::Device(device) => device.copies.extend_from_slice(copies),
-            Backing::Host(_) | Backing::None => {}
+            Backing::Host(..) | Backing::None => {}
         }
         Ok(())
+    }
+
+    /// Takes memory for the last chunk of a sequence that waits for the commit that will copy to it.
+    pub fn back_waiting(&mut self, seq: SeqHandle) -> Result<()> {
+        let Backing::Host(store, reserve) = &mut self.backing else { return Ok(()) };
+        let leaf = self.tree.segment(self.tree.leaf(seq)?);
+        let mut kv = store.writing();
+        leaf.chunk_ids.last().map_or(Ok(()), |&chunk| kv.back(chunk, reserve))
     }
 
     /// Begins a step, with tables of its own: the ones of an earlier step if that is closed, so that
@@ -124,7 +155,7 @@ impl State {
             Backing::Device(device) => {
                 planner.cutter().is_some_and(|cutter| cutter.shape() == device.shape)
             }
-            Backing::Host(_) | Backing::None => true,
+            Backing::Host(..) | Backing::None => true,
         };
         has_shape && planner.image().layout().limits.max_sequences as usize >= num_sequences
     }
@@ -135,7 +166,7 @@ impl State {
             Backing::Device(device) => {
                 Planner::with_items(page_size, limits, device.work, device.cutter()?)
             }
-            Backing::Host(_) | Backing::None => Planner::new(page_size, limits),
+            Backing::Host(..) | Backing::None => Planner::new(page_size, limits),
         }
     }
 
@@ -203,7 +234,7 @@ pub struct Shared {
 impl Shared {
     /// A tree, with the K/V of its chunks or without.
     pub fn new(tree: PrefixTree, backing: Backing) -> Arc<Self> {
-        let has_store = matches!(backing, Backing::Host(_));
+        let has_store = matches!(backing, Backing::Host(..));
         let state = State { tree, planners: Vec::new(), backing };
         Arc::new(Self { state: Mutex::new(state), has_store })
     }

@@ -5,12 +5,13 @@ use std::ptr::NonNull;
 
 use chunkcache::error::Error;
 use pyo3::buffer::{ElementType, PyBuffer, PyUntypedBuffer};
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyList, PyTuple};
 
 use crate::args::refused;
+use crate::described::is_bag;
 use crate::errors::to_python;
 
 const ALLOWED_TOKEN: &str = "an integer from 0 to 4294967295";
@@ -33,8 +34,14 @@ impl Tokens {
         if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
             return from_iterable(name, object).map(Self::Converted);
         }
+        if object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>() {
+            return Err(refused(name, object, ALLOWED_TOKENS));
+        }
         let py = object.py();
         let Ok(buffer) = PyUntypedBuffer::get(object) else {
+            if is_bag(object)? {
+                return Err(refused(name, object, ALLOWED_TOKENS));
+            }
             // Tensors and series have no buffer, but an array, in place where they can.
             if object.hasattr(intern!(py, "__array__"))? {
                 let array = object.call_method0(intern!(py, "__array__"));
@@ -114,10 +121,13 @@ unsafe fn in_place<'a, T>(ids: Option<NonNull<[T]>>) -> &'a [u32] {
 }
 
 /// A 32-bit id from any object that Python counts as an integer; errors start with `name`.
-fn integer(name: &str, object: &Bound<'_, PyAny>) -> PyResult<u32> {
+fn integer(name: impl Display, object: &Bound<'_, PyAny>) -> PyResult<u32> {
+    if object.is_instance_of::<PyBool>() {
+        return Err(refused(name, object, ALLOWED_TOKEN));
+    }
     object.extract::<u32>().map_err(|error| {
         let py = object.py();
-        if error.is_instance_of::<PyOverflowError>(py) || error.is_instance_of::<PyTypeError>(py) {
+        if error.is_instance_of::<PyException>(py) {
             refused(name, object, ALLOWED_TOKEN)
         } else {
             error
@@ -126,10 +136,6 @@ fn integer(name: &str, object: &Bound<'_, PyAny>) -> PyResult<u32> {
 }
 
 fn from_iterable(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let refused = || refused(name, object, ALLOWED_TOKENS);
-    if object.is_instance_of::<PyString>() {
-        return Err(refused());
-    }
     let length = object.len().unwrap_or(0);
     if length > u32::MAX as usize {
         let given = format!("{length} integers");
@@ -137,11 +143,12 @@ fn from_iterable(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     }
     // What an object says of its length may be wrong: room for more is made as items come.
     let mut ids = Vec::with_capacity(length.min(1 << 16));
-    for item in object.try_iter().map_err(|_| refused())? {
+    for item in object.try_iter().map_err(|_| refused(name, object, ALLOWED_TOKENS))? {
         let item = item?;
         match item.extract::<u32>() {
-            Ok(id) => ids.push(id),
-            Err(_) => ids.push(integer(&format!("{name}[{}]", ids.len()), &item)?),
+            // True and False count as 1 and 0.
+            Ok(id) if id > 1 || !item.is_instance_of::<PyBool>() => ids.push(id),
+            _ => ids.push(integer(format!("{name}[{}]", ids.len()), &item)?),
         }
     }
     Ok(ids)

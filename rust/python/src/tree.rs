@@ -121,7 +121,9 @@ impl PyPrefixTree {
     ) -> PyResult<InsertResult> {
         let tokens = tokens.as_slice();
         let inserted = self.shared.with_copies(py, tokens.len() > LONG, |state| {
-            let inserted = state.tree.insert(tokens, cache_salt.as_bytes())?;
+            let salt = cache_salt.as_bytes();
+            state.make_room(|tree| tree.match_prefix(tokens, salt).num_partial > 0)?;
+            let inserted = state.tree.insert(tokens, salt)?;
             state.copy(inserted.copy.as_slice())?;
             Ok(inserted)
         })?;
@@ -222,8 +224,16 @@ impl PyPrefixTree {
         #[pyo3(from_py_with = args::seq)] seq: SeqHandle,
     ) -> PyResult<ForkResult> {
         let forked = self.shared.with_copies(py, false, |state| {
+            let is_partial = |tree: &PrefixTree| {
+                let num_known = tree.sequence(seq).map_or(0, |info| info.num_known_tokens);
+                !num_known.is_multiple_of(tree.chunk_size())
+            };
+            state.make_room(is_partial)?;
             let forked = state.tree.fork(seq)?;
             state.copy(forked.copy.as_slice())?;
+            if forked.waiting {
+                state.back_waiting(forked.seq)?;
+            }
             Ok(forked)
         })?;
         Ok(forked.into())
@@ -249,8 +259,12 @@ impl PyPrefixTree {
         #[pyo3(from_py_with = args::num_tokens)] num_tokens: usize,
     ) -> PyResult<TruncateResult> {
         let truncated = self.shared.with_copies(py, false, |state| {
+            state.make_room(|tree| tree.truncate_copies(seq, num_tokens))?;
             let truncated = state.tree.truncate(seq, num_tokens)?;
             state.copy(truncated.copy.as_slice())?;
+            if truncated.waiting {
+                state.back_waiting(seq)?;
+            }
             Ok(truncated)
         })?;
         Ok(truncated.into())
@@ -466,7 +480,7 @@ impl PyPrefixTree {
                     table_bytes_copied: device.table_bytes_copied,
                     ..stats
                 },
-                Backing::Host(_) | Backing::None => stats,
+                Backing::Host(..) | Backing::None => stats,
             })
         })
     }

@@ -110,10 +110,11 @@ impl AttentionParams {
         if let Some(cap) = self.logits_soft_cap
             && !(cap.is_finite() && cap > 0.0)
         {
-            return Err(Error::invalid("logits_soft_cap", cap, "a finite number above 0"));
+            return Err(Error::invalid("logits_soft_cap", cap, "a finite number above 0, or none"));
         }
         if self.window_left < -1 {
-            return Err(Error::invalid("window_left", self.window_left, "-1 (infinite) or more"));
+            let allowed = format!("-1 (infinite) to {}", i32::MAX);
+            return Err(Error::invalid("window_left", self.window_left, allowed));
         }
         if !self.isa.is_available() {
             return Err(Error::invalid("isa", self.isa, format!("{:?}", Isa::available())));

@@ -16,17 +16,18 @@ pub struct Workers {
     buffers: Mutex<Vec<AlignedBuf>>,
 }
 
-/// More than the cores of any machine, and few enough to start at once.
-const MAX_THREADS: usize = 1024;
-
 impl Workers {
+    /// Threads at most: more than the cores of any machine, and few enough to start at once.
+    pub const MAX_THREADS: usize = 1024;
+
     /// `num_threads` threads, the calling one among them.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] for no threads, more than 1,024, or more than the system gives.
     pub fn new(num_threads: usize) -> Result<Self> {
-        if !(1..=MAX_THREADS).contains(&num_threads) {
-            return Err(Error::invalid("num_threads", num_threads, format!("1 to {MAX_THREADS}")));
+        if !(1..=Self::MAX_THREADS).contains(&num_threads) {
+            let allowed = format!("1 to {}", Self::MAX_THREADS);
+            return Err(Error::invalid("num_threads", num_threads, allowed));
         }
         let team = if num_threads == 1 {
             None

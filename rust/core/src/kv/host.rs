@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::kv::dtype::Dtype;
 use crate::kv::layout::{KvConfig, KvLayout, STRIP};
 use crate::kv::pack::{PackedStrip, StripRows};
+use crate::kv::reserve::Reserve;
 use crate::kv::rows::{Rows, RowsLayout, RowsMut, check_rows};
 use crate::kv::slab::Slab;
 
@@ -32,6 +33,7 @@ use crate::kv::slab::Slab;
 #[derive(Debug)]
 pub struct HostKv {
     layout: KvLayout,
+    /// As many as chunks were written to; they are written in about the order of their ids.
     slabs: Vec<Option<Slab>>,
 }
 
@@ -42,9 +44,7 @@ impl HostKv {
     /// [`Error::InvalidConfig`] naming the size that is not allowed.
     pub fn new(config: KvConfig) -> Result<Self> {
         let layout = KvLayout::new(config)?;
-        let mut slabs = Vec::new();
-        slabs.resize_with(layout.num_slabs(), || None);
-        Ok(Self { layout, slabs })
+        Ok(Self { layout, slabs: Vec::new() })
     }
 
     /// The sizes.
@@ -149,12 +149,9 @@ impl HostKv {
     /// # Errors
     /// [`Error::InvalidConfig`] for chunks or a length that are not allowed. Nothing is copied then.
     pub fn copy_chunk_head(&mut self, src: u32, dst: u32, num_tokens: usize) -> Result<()> {
-        let KvConfig { num_layers, num_kv_heads, head_dim, chunk_size, dtype, capacity } =
-            *self.config();
+        let KvConfig { num_layers, num_kv_heads, head_dim, chunk_size, dtype, .. } = *self.config();
         for (argument, chunk) in [("src", src), ("dst", dst)] {
-            if chunk as usize >= capacity {
-                return Err(Error::invalid(argument, chunk, format!("below {capacity}")));
-            }
+            self.check_chunk(argument, chunk)?;
         }
         if num_tokens > chunk_size {
             return Err(Error::invalid("num_tokens", num_tokens, format!("0 to {chunk_size}")));
@@ -252,14 +249,32 @@ impl HostKv {
         Err(Error::invalid(argument, slot, format!("slots 0 to {}", num_slots - 1)))
     }
 
+    /// Takes memory for a chunk, if it has none, from `reserve` if that has some.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a chunk past the capacity, or if the reserve is empty and the
+    /// system has no memory.
+    pub fn back(&mut self, chunk: u32, reserve: &mut Reserve) -> Result<()> {
+        self.check_chunk("chunk", chunk)?;
+        if !self.has_memory(chunk) {
+            reserve.fill()?;
+            let (slab, _) = self.layout.locate(0, chunk, 0);
+            if self.slabs.len() <= slab {
+                self.slabs.resize_with(slab + 1, || None);
+            }
+            self.slabs[slab] = reserve.slab.take();
+        }
+        Ok(())
+    }
+
     fn grow(&mut self, chunk: u32) -> Result<()> {
-        let (slab, _) = self.layout.locate(0, chunk, 0);
-        if self.slabs[slab].is_none() {
-            let bytes = self.layout.slab_bytes();
-            let grown = Slab::new(bytes);
-            self.slabs[slab] = Some(grown.ok_or_else(|| {
-                Error::invalid("capacity", self.config().capacity, "memory that the system has")
-            })?);
+        self.back(chunk, &mut Reserve::new(&self.layout))
+    }
+
+    fn check_chunk(&self, argument: &str, chunk: u32) -> Result<()> {
+        let capacity = self.config().capacity;
+        if chunk as usize >= capacity {
+            return Err(Error::invalid(argument, chunk, format!("0 to {}", capacity - 1)));
         }
         Ok(())
     }

@@ -14,12 +14,17 @@
 
 use crate::error::{Error, Result};
 use crate::kv::dtype::Dtype;
+use crate::pool::MAX_CAPACITY;
 
 /// Tokens of a strip.
 pub(crate) const STRIP: usize = 16;
 
 /// Slabs are about this large, in bytes.
 const SLAB_BYTES: usize = 64 << 20;
+
+/// Layers, heads of a layer, and elements of a head at most: beyond any model, and few enough that
+/// the bytes of a chunk never overflow.
+pub const MAX_DIM: usize = 1 << 16;
 
 /// Consecutive elements of the contraction (dimensions in K, tokens in V) that lie side by side.
 pub(crate) const fn pack(dtype: Dtype) -> usize {
@@ -60,32 +65,22 @@ impl KvLayout {
     /// [`Error::InvalidConfig`] naming the size that is not allowed.
     pub fn new(config: KvConfig) -> Result<Self> {
         let KvConfig { num_layers, num_kv_heads, head_dim, chunk_size, dtype, capacity } = config;
-        let positive = [
-            ("num_layers", num_layers),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-            ("capacity", capacity),
-        ];
-        for (argument, value) in positive {
-            if value == 0 {
-                return Err(Error::invalid(argument, value, "1 or more"));
+        let dims =
+            [("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)];
+        for (argument, value) in dims {
+            if !(1..=MAX_DIM).contains(&value) {
+                return Err(Error::invalid(argument, value, format!("1 to {MAX_DIM}")));
             }
         }
         check_head_dim(head_dim, dtype)?;
         if !(16..=128).contains(&chunk_size) || !chunk_size.is_multiple_of(STRIP) {
             return Err(Error::invalid("chunk_size", chunk_size, "16 to 128, a multiple of 16"));
         }
-        let total = num_layers
-            .checked_mul(num_kv_heads)
-            .and_then(|n| n.checked_mul(head_dim))
-            .and_then(|n| n.checked_mul(2 * chunk_size * dtype.itemsize()))
-            .and_then(|chunk_bytes| Some((chunk_bytes, chunk_bytes.checked_mul(capacity)?)))
-            .filter(|&(_, total)| isize::try_from(total).is_ok());
-        let Some((chunk_bytes, _)) = total else {
-            return Err(Error::invalid("capacity", capacity, "sizes below 2^63 bytes in all"));
-        };
-        if capacity > u32::MAX as usize {
-            return Err(Error::invalid("capacity", capacity, "below 2^32 chunks"));
+        let chunk_bytes = 2 * num_layers * num_kv_heads * chunk_size * head_dim * dtype.itemsize();
+        let max_capacity = MAX_CAPACITY.min(isize::MAX as usize / chunk_bytes);
+        if !(1..=max_capacity).contains(&capacity) {
+            let allowed = format!("1 to {max_capacity} chunks of {chunk_bytes} bytes");
+            return Err(Error::invalid("capacity", capacity, allowed));
         }
         let chunks_per_slab = (SLAB_BYTES / chunk_bytes).clamp(1, capacity);
         Ok(Self { config, chunks_per_slab })

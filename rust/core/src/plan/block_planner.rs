@@ -1,6 +1,6 @@
 //! Plans over somebody else's paged cache, made from its block tables.
 
-use super::image::Image;
+use super::image::{Image, check_page_size};
 use super::indices::{Index, MAX_QO_ROWS, check_ids, parse_indptr, same_ids};
 use super::layout::Limits;
 use super::page_table::{PageRow, PageTable};
@@ -123,8 +123,7 @@ impl BlockTablePlanner {
         };
         let kept: Vec<usize> = (0..rows.len()).map(keep).collect();
         for (row, &kept) in rows.iter().zip(&kept) {
-            let name = |index| format!("{}[{}]", table.ids_argument(), row.begin + kept + index);
-            check_ids(&row.pages[kept..], name)?;
+            check_ids(&row.pages[kept..], |index| table.name_of(row.begin + kept + index))?;
         }
         let lengths = rows.iter().enumerate().take(self.held.len());
         self.image.begin_step(lengths.map(|(index, row)| (index as u32, row.kv_len)));
@@ -168,7 +167,7 @@ impl BlockTablePlanner {
             if qo_len > row.kv_len && row.kv_len > 0 {
                 let given = format!("{qo_len} query tokens for sequence {index}");
                 let allowed = format!("at most its {} tokens, or a sequence of 0", row.kv_len);
-                return Err(Error::invalid("qo_indptr", given, allowed));
+                return Err(Error::invalid(format!("qo_indptr[{}]", index + 1), given, allowed));
             }
         }
         Ok(qo_indptr)
@@ -315,9 +314,7 @@ fn plan_once<T: Index>(
     page_size: u32,
     qo_indptr: Option<&[T]>,
 ) -> Result<(BlockTablePlanner, Plan)> {
-    if page_size == 0 {
-        return Err(Error::invalid("page_size", page_size, "at least 1"));
-    }
+    check_page_size(page_size)?;
     let rows = table.rows(page_size)?;
     let max_pages = rows.iter().map(|row| row.pages.len()).max().unwrap_or(0).max(1);
     let mut planner =

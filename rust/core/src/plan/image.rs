@@ -46,7 +46,8 @@ use super::indices::common_prefix;
 use super::items::{ItemRow, Work};
 use super::layout::{Layout, Limits, WorkLimits, header};
 use super::view::{PlanView, Row, SegmentRow, SequenceRow};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::tree::MAX_CHUNK_SIZE;
 
 /// Versions that the journal reaches back; a copy that is further behind is copied whole.
 pub(super) const JOURNAL_VERSIONS: usize = 8;
@@ -95,12 +96,9 @@ impl Image {
     /// An image of no sequences, at version 1.
     ///
     /// # Errors
-    /// As [`Layout::with_work`]; [`Error::InvalidConfig`](crate::error::Error::InvalidConfig) if
-    /// `page_size` is 0.
+    /// As [`Layout::with_work`]; [`Error::InvalidConfig`] if `page_size` is not from 1 to 2^20.
     pub fn with_work(page_size: u32, limits: Limits, work: WorkLimits) -> Result<Self> {
-        if page_size == 0 {
-            return Err(crate::error::Error::invalid("page_size", page_size, "at least 1"));
-        }
+        check_page_size(page_size)?;
         let layout = Layout::with_work(limits, work)?;
         let mut words = vec![0; layout.num_words];
         let fixed = [
@@ -326,6 +324,14 @@ impl Image {
         let rows = self.advanced_at.iter().enumerate().filter(move |&(_, &at)| at > version);
         rows.map(move |(row, _)| (first + row * SequenceRow::WORDS) as u32)
     }
+}
+
+/// Refuses pages of no tokens, and of more than a chunk may have.
+pub(super) fn check_page_size(page_size: u32) -> Result<()> {
+    if (1..=MAX_CHUNK_SIZE).contains(&page_size) {
+        return Ok(());
+    }
+    Err(Error::invalid("page_size", page_size, format!("1 to {MAX_CHUNK_SIZE} tokens")))
 }
 
 /// Advances every sequence that `order` names in an image, `kv_len += qo_len`; false, and nothing

@@ -17,9 +17,14 @@ pub(super) const MAX_QO_ROWS: usize = 1 << 24;
 /// Integers compared at a time: enough for the compiler to use vector instructions.
 const STRIDE: usize = 64;
 
-/// Reads one non-negative integer; `argument` names it in the error.
-pub(super) fn parse<T: Index>(value: T, argument: impl FnOnce() -> String) -> Result<u32> {
-    value.try_into().map_err(|_| Error::invalid(argument(), value, "0 to 2^32 - 1"))
+/// Reads one integer from 0 to `max`; `argument` names it in the error.
+pub(super) fn parse<T: Index>(
+    value: T,
+    max: u32,
+    argument: impl FnOnce() -> String,
+) -> Result<u32> {
+    let parsed: Option<u32> = value.try_into().ok().filter(|&parsed| parsed <= max);
+    parsed.ok_or_else(|| Error::invalid(argument(), value, format!("0 to {max}")))
 }
 
 /// Reads offsets that start at 0, never fall, and end at most at `limit`; one more than `count`.
@@ -37,13 +42,13 @@ pub(super) fn parse_indptr<T: Index>(
     let mut last = 0;
     for (index, &value) in values.iter().enumerate() {
         let name = || format!("{argument}[{index}]");
-        let offset = parse(value, name)?;
-        if index == 0 && offset != 0 {
-            return Err(Error::invalid(name(), value, "0"));
-        }
-        if offset < last || offset as usize > limit {
-            return Err(Error::invalid(name(), value, format!("{last} to {limit}")));
-        }
+        let end = if index == 0 { 0 } else { u32::try_from(limit).unwrap_or(u32::MAX) };
+        let range = last..=end;
+        let offset: Option<u32> = value.try_into().ok().filter(|offset| range.contains(offset));
+        let offset = offset.ok_or_else(|| {
+            let allowed = if index == 0 { "0".to_owned() } else { format!("{last} to {end}") };
+            Error::invalid(name(), value, allowed)
+        })?;
         offsets.push(offset);
         last = offset;
     }
@@ -59,7 +64,7 @@ pub(super) fn check_ids<T: Index>(ids: &[T], argument: impl Fn(usize) -> String)
         return Ok(());
     }
     for (index, &id) in ids.iter().enumerate() {
-        parse(id, || argument(index))?;
+        parse(id, u32::MAX, || argument(index))?;
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use super::indices::{Index, parse, parse_indptr};
 use crate::error::{Error, Result};
+use crate::tree::MAX_POSITIONS;
 
 /// The pages of a batch of sequences, in one of the two forms in which paged caches keep them.
 #[derive(Debug, Clone, Copy)]
@@ -41,11 +42,13 @@ pub(super) struct PageRow<'a, T> {
 }
 
 impl<'a, T: Index> PageTable<'a, T> {
-    /// The argument that holds the page ids.
-    pub(super) fn ids_argument(&self) -> &'static str {
-        match self {
-            Self::Dense { .. } => "block_table",
-            Self::Csr { .. } => "kv_indices",
+    /// The name of a page id, given its index in the argument that holds them all.
+    pub(super) fn name_of(&self, index: usize) -> String {
+        match *self {
+            Self::Dense { width, .. } => {
+                format!("block_table[{}, {}]", index / width.max(1), index % width.max(1))
+            }
+            Self::Csr { .. } => format!("kv_indices[{index}]"),
         }
     }
 
@@ -62,6 +65,11 @@ impl<'a, T: Index> PageTable<'a, T> {
     }
 }
 
+/// Tokens of one sequence at most: positions are of 31 bits, to the end of the last page.
+fn max_tokens(page_size: u32) -> u32 {
+    MAX_POSITIONS - MAX_POSITIONS % page_size
+}
+
 fn dense_rows<'a, T: Index>(
     block_table: &'a [T],
     width: usize,
@@ -70,11 +78,15 @@ fn dense_rows<'a, T: Index>(
 ) -> Result<Vec<PageRow<'a, T>>> {
     let (num_ids, num_sequences) = (block_table.len(), seq_lens.len());
     if num_sequences.checked_mul(width) != Some(num_ids) {
+        let given = match num_ids.checked_div(width) {
+            Some(rows) if num_ids.is_multiple_of(width) => format!("{rows} rows"),
+            _ => format!("{num_ids} entries in rows of {width}"),
+        };
         let allowed = format!("{num_sequences} rows of {width}, one row for each of seq_lens");
-        return Err(Error::invalid("block_table", format!("{num_ids} entries"), allowed));
+        return Err(Error::invalid("block_table", given, allowed));
     }
     let row = |(index, &len): (usize, &T)| {
-        let kv_len = parse(len, || format!("seq_lens[{index}]"))?;
+        let kv_len = parse(len, max_tokens(page_size), || format!("seq_lens[{index}]"))?;
         let num_pages = kv_len.div_ceil(page_size) as usize;
         if num_pages > width {
             let allowed = format!("at most block_table's {width} pages of {page_size} tokens");
@@ -98,15 +110,17 @@ fn csr_rows<'a, T: Index>(
         let name = || format!("kv_last_page_len[{index}]");
         let mut kv_len = 0;
         if begin < end {
-            let last_len = parse(last_len, name)?;
-            if last_len == 0 || last_len > page_size {
-                return Err(Error::invalid(name(), last_len, format!("1 to {page_size}")));
+            let allowed = || format!("1 to {page_size}");
+            let last: Option<u32> = last_len.try_into().ok();
+            let last = last.filter(|last| (1..=page_size).contains(last));
+            let last = last.ok_or_else(|| Error::invalid(name(), last_len, allowed()))?;
+            let max_pages = max_tokens(page_size) / page_size;
+            if span[1] - span[0] > max_pages {
+                let given = format!("{} pages of {page_size} tokens", end - begin);
+                let allowed = format!("at most {max_pages} for one sequence");
+                return Err(Error::invalid(format!("kv_indptr[{}]", index + 1), given, allowed));
             }
-            let full = (span[1] - span[0] - 1).checked_mul(page_size);
-            kv_len = full.and_then(|full| full.checked_add(last_len)).ok_or_else(|| {
-                let given = format!("{} pages", end - begin);
-                Error::invalid(format!("kv_indptr[{}]", index + 1), given, "under 2^32 tokens")
-            })?;
+            kv_len = (span[1] - span[0] - 1) * page_size + last;
         }
         Ok(PageRow { pages: &kv_indices[begin..end], begin, kv_len })
     };

@@ -3,7 +3,7 @@
 use super::image::Image;
 use super::view::{NONE, PlanView, SequenceRow};
 use crate::error::{Error, Result};
-use crate::tree::StepId;
+use crate::tree::{StepId, StepWatch};
 
 /// The slot of a row whose K/V is not written.
 pub const NO_SLOT: i64 = -1;
@@ -11,11 +11,11 @@ pub const NO_SLOT: i64 = -1;
 /// One step: where its rows stand, and the version of the tables that it was made for.
 ///
 /// It is valid until the next plan from the same planner, or until it is closed.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Plan {
     epoch: u64,
     is_open: bool,
-    step: Option<StepId>,
+    step: Option<StepWatch>,
     qo_indptr: Vec<u32>,
     positions: Vec<i64>,
     slot_mapping: Vec<i64>,
@@ -23,7 +23,7 @@ pub struct Plan {
 
 impl Plan {
     /// Reads the rows of the tables' current version. `step` is the tree's, if there is one.
-    pub(super) fn new(image: &Image, qo_indptr: Vec<u32>, step: Option<StepId>) -> Self {
+    pub(super) fn new(image: &Image, qo_indptr: Vec<u32>, step: Option<StepWatch>) -> Self {
         let view = image.view();
         let mut positions = vec![0; view.num_qo_rows as usize];
         let mut slot_mapping = vec![NO_SLOT; view.num_qo_rows as usize];
@@ -76,12 +76,21 @@ impl Plan {
     /// Checks that an image at `version`, the planner's or a copy of it, holds this plan's tables.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the plan is closed or a later one has changed the image.
+    /// [`Error::StalePlan`] if the plan is closed or a later one has changed the image;
+    /// [`Error::AbandonedPlan`] if it builds on a step that was aborted, whose K/V is never written.
     pub fn check(&self, version: u64) -> Result<()> {
-        if self.is_open && self.epoch == version {
-            return Ok(());
+        if !self.is_open || self.epoch != version {
+            return Err(Error::StalePlan { plan: self.epoch, current: version });
         }
-        Err(Error::StalePlan { plan: self.epoch, current: version })
+        if self.is_stale() {
+            return Err(Error::AbandonedPlan { plan: self.epoch });
+        }
+        Ok(())
+    }
+
+    /// Whether it builds on an earlier plan that was aborted, so that it can only be aborted too.
+    pub fn is_stale(&self) -> bool {
+        self.step.as_ref().is_some_and(StepWatch::is_stale)
     }
 
     /// Whether the plan was not closed yet.
@@ -91,14 +100,14 @@ impl Plan {
 
     /// The tree's step; `None` over block tables, or once closed.
     pub fn step(&self) -> Option<StepId> {
-        self.step
+        self.step.as_ref().map(StepWatch::step)
     }
 
     /// Ends the plan. Returns the tree's step for the caller to commit or abort; `None` if there
     /// is none, as over block tables, or if the plan was closed before.
     pub fn close(&mut self) -> Option<StepId> {
         self.is_open = false;
-        self.step.take()
+        self.step.take().map(|watch| watch.step())
     }
 }
 

@@ -33,8 +33,9 @@ impl Planner {
     ///
     /// # Errors
     /// [`Error::UnknownSequence`]; [`Error::InvalidConfig`] for a sequence that stands in the
-    /// batch twice, is not ready or has too few tokens left, for a `qo_indptr` that does not fit
-    /// the batch, and for a step past a capacity. Nothing changes then.
+    /// batch twice, is not ready or has no token left, for a `qo_indptr` that does not fit the
+    /// batch or gives a sequence no row or more than it has tokens left, and for a step past a
+    /// capacity. Nothing changes then.
     pub fn plan(
         &mut self,
         tree: &mut PrefixTree,
@@ -58,7 +59,8 @@ impl Planner {
                 requests.push((sequence, span[1] - span[0]));
             }
         }
-        let step = tree.begin_step(&requests).map_err(|error| at_entry(error, &entries))?;
+        let name = |error| at_entry(error, &entries, qo_indptr.is_some());
+        let step = tree.begin_step(&requests).map_err(name)?;
         let query = |(row, &entry): (&crate::tree::StepRow, &usize)| Query {
             sequence: row.seq,
             qo_begin: rows[entry],
@@ -70,22 +72,27 @@ impl Planner {
         let num_rows = rows.last().copied().unwrap_or(0);
         if let Err(error) = self.update(tree, &queries, num_rows) {
             tree.abort_step(step.id)?;
-            return Err(at_entry(error, &entries));
+            return Err(name(error));
         }
-        Ok(Plan::new(self.image(), rows, Some(step.id)))
+        let watch = tree.watch_step(step.id)?;
+        Ok(Plan::new(self.image(), rows, Some(watch)))
     }
 }
 
 /// Names the caller's entry in an error about one of the sequences, which stand without padding:
-/// `batch[i]` or `qo_len[i]` becomes the caller's `batch[entries[i]]`.
-fn at_entry(mut error: Error, entries: &[usize]) -> Error {
+/// `batch[i]` becomes the caller's `batch[entries[i]]`, and `qo_len[i]` the end of its rows in
+/// `qo_indptr`, if that was given.
+fn at_entry(mut error: Error, entries: &[usize], has_indptr: bool) -> Error {
     if let Error::InvalidConfig { argument, .. } | Error::UnknownSequence { argument, .. } =
         &mut error
     {
         let index = argument.split_once('[').and_then(|(_, rest)| rest.strip_suffix(']'));
         let index = index.and_then(|index| index.parse::<usize>().ok());
         if let Some(entry) = index.and_then(|index| entries.get(index)) {
-            *argument = format!("batch[{entry}]");
+            *argument = match argument.starts_with("qo_len") && has_indptr {
+                true => format!("qo_indptr[{}]", entry + 1),
+                false => format!("batch[{entry}]"),
+            };
         }
     }
     error

@@ -9,17 +9,18 @@ impl PrefixTree {
     /// the rest takes new slots.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OutOfChunks`], [`Error::InvalidConfig`] if positions
-    /// would pass 32 bits. Nothing changes then.
+    /// [`Error::UnknownSequence`], [`Error::OutOfChunks`], [`Error::InvalidConfig`] if the sequence
+    /// would pass [`max_tokens`](Self::max_tokens). Nothing changes then.
     pub fn append(&mut self, seq: SeqHandle, tokens: &[u32]) -> Result<()> {
         self.expire_pins();
         let slot = self.resolve("seq", seq)?;
         let reserved = (self.num_tokens_of(slot) - self.num_known_of(slot)) as usize;
         let (into_reserved, new) = tokens.split_at(reserved.min(tokens.len()));
         let before = self.num_tokens_of(slot) as usize;
-        if before + new.len() >= u32::MAX as usize {
-            let allowed = format!("at most {} tokens in all", u32::MAX - 1);
-            return Err(Error::invalid("tokens", format!("{} more", new.len()), allowed));
+        if before + new.len() > self.max_tokens() {
+            let given = format!("{} more for a sequence of {before}", new.len());
+            let allowed = format!("at most {} tokens in all", self.max_tokens());
+            return Err(Error::invalid("tokens", given, allowed));
         }
         self.ensure_free(self.num_chunks_for(before + new.len()) - self.num_chunks_for(before))?;
         for &token in into_reserved {
@@ -37,7 +38,8 @@ impl PrefixTree {
     ///
     /// # Errors
     /// [`Error::UnknownSequence`]; [`Error::InvalidConfig`] if a sequence stands in the batch
-    /// twice or the lengths differ; [`Error::OutOfChunks`]. Nothing changes then.
+    /// twice or would pass [`max_tokens`](Self::max_tokens), or the lengths differ;
+    /// [`Error::OutOfChunks`]. Nothing changes then.
     pub fn append_batch(&mut self, seqs: &[SeqHandle], tokens: &[u32]) -> Result<()> {
         if seqs.len() != tokens.len() {
             let given = format!("{} for {} sequences", tokens.len(), seqs.len());
@@ -92,12 +94,22 @@ impl PrefixTree {
         let mut slots = std::mem::take(&mut self.scratch);
         let checked =
             self.resolve_batch(argument, seqs.iter().copied(), &mut slots).and_then(|()| {
-                let needs_chunk = |&&slot: &&u32| {
+                let mut num_chunks = 0;
+                for (i, &slot) in slots.iter().enumerate() {
                     let leaf = &self.segments[self.sequences[slot].leaf];
                     let has_slot = reserved_first && leaf.known < leaf.len;
-                    !has_slot && leaf.len.is_multiple_of(self.chunk_size)
-                };
-                self.ensure_free(slots.iter().filter(needs_chunk).count())
+                    // Whoever is at the most tokens is at the end of a chunk, too.
+                    if has_slot || !leaf.len.is_multiple_of(self.chunk_size) {
+                        continue;
+                    }
+                    if leaf.end() as usize == self.max_tokens() {
+                        let given = format!("a sequence of {} tokens", leaf.end());
+                        let allowed = format!("at most {} tokens in all", self.max_tokens());
+                        return Err(Error::invalid(format!("{argument}[{i}]"), given, allowed));
+                    }
+                    num_chunks += 1;
+                }
+                self.ensure_free(num_chunks)
             });
         if checked.is_ok() {
             for (i, &slot) in slots.iter().enumerate() {
@@ -164,5 +176,53 @@ impl PrefixTree {
         if known == self.chunk_size {
             self.index_first_chunk(leaf);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::types::TreeConfig;
+    use super::*;
+
+    /// Sequences of 4 tokens, the second of which stands `room` tokens before the last position.
+    fn near_the_end(room: u32) -> (PrefixTree, [SeqHandle; 2]) {
+        let mut tree = PrefixTree::new(TreeConfig::new(64, 4)).unwrap();
+        let seqs = [[1; 4], [2; 4]].map(|tokens| tree.insert(&tokens, b"").unwrap().seq);
+        let leaf = tree.sequences[seqs[1].slot()].leaf;
+        tree.segments[leaf].start = tree.max_tokens() as u32 - 4 - room;
+        (tree, seqs)
+    }
+
+    fn assert_refused(room: u32, act: impl Fn(&mut PrefixTree, [SeqHandle; 2]) -> Result<()>) {
+        let (mut tree, seqs) = near_the_end(room);
+        let drawing = tree.render();
+        let error = act(&mut tree, seqs).unwrap_err();
+        assert!(matches!(error, Error::InvalidConfig { .. }), "{error}");
+        assert!(error.to_string().contains("at most 2147483644 tokens in all"), "{error}");
+        assert_eq!(tree.render(), drawing);
+    }
+
+    #[test]
+    fn append_keeps_to_the_last_position() {
+        assert_refused(4, |tree, [_, seq]| tree.append(seq, &[1; 5]));
+    }
+
+    #[test]
+    fn append_batch_keeps_to_the_last_position() {
+        assert_refused(0, |tree, seqs| tree.append_batch(&seqs, &[5, 6]));
+    }
+
+    #[test]
+    fn reserve_keeps_to_the_last_position() {
+        assert_refused(0, |tree, seqs| tree.reserve(&seqs));
+    }
+
+    #[test]
+    fn the_last_positions_are_used() {
+        let (mut tree, [_, seq]) = near_the_end(4);
+        tree.reserve(&[seq]).unwrap();
+        tree.append_batch(&[seq], &[5]).unwrap();
+        tree.append(seq, &[6, 7, 8]).unwrap();
+        assert_eq!(tree.num_tokens_of(seq.slot()) as usize, tree.max_tokens());
     }
 }

@@ -6,9 +6,6 @@ use super::slab::NIL;
 use super::types::{CopyChunk, Inserted};
 use crate::error::{Error, Result};
 
-/// Positions are 32 bits wide in the plan's tables.
-const MAX_TOKENS: usize = u32::MAX as usize - 1;
-
 impl PrefixTree {
     /// Adds a sequence with the tokens of a prompt to the namespace `salt`.
     ///
@@ -23,7 +20,8 @@ impl PrefixTree {
     /// for a prompt that is wholly cached, whose last token is computed once more.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for an empty prompt or one whose positions pass 32 bits;
+    /// [`Error::InvalidConfig`] for an empty prompt or one of more than
+    /// [`max_tokens`](Self::max_tokens);
     /// [`Error::OutOfChunks`] if the chunks that are not shared do not fit, at once and with the
     /// sizes if they never can. Nothing changes then.
     pub fn insert(&mut self, tokens: &[u32], salt: &[u8]) -> Result<Inserted> {
@@ -91,8 +89,8 @@ impl PrefixTree {
         if tokens.is_empty() {
             return Err(Error::invalid("tokens", "an empty prompt", "1 token or more"));
         }
-        if tokens.len() > MAX_TOKENS {
-            let allowed = format!("at most {MAX_TOKENS} tokens");
+        if tokens.len() > self.max_tokens() {
+            let allowed = format!("at most {} tokens", self.max_tokens());
             return Err(Error::invalid("tokens", format!("{} tokens", tokens.len()), allowed));
         }
         let needed = self.num_chunks_for(tokens.len());

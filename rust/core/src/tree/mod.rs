@@ -48,6 +48,7 @@ mod view;
 
 pub use clock::{Clock, ManualClock};
 pub use stats::TreeStats;
+pub use step::StepWatch;
 pub use types::{
     Committed, CopyChunk, Forked, Inherited, Inserted, PinHandle, Pinned, PrefixMatch, RunKey,
     SegmentId, SegmentView, SeqHandle, SequenceInfo, Step, StepId, StepRow, TreeConfig, Truncated,
@@ -64,6 +65,12 @@ use segment::{Accounts, Run, Segment};
 use sequence::Sequences;
 use slab::Slab;
 use step::Steps;
+
+/// Tokens per chunk at most.
+pub(crate) const MAX_CHUNK_SIZE: u32 = 1 << 20;
+
+/// One past the last token position: kernels count keys, to the end of the last chunk, in 31 bits.
+pub(crate) const MAX_POSITIONS: u32 = i32::MAX as u32;
 
 /// A prefix tree over a pool of chunks. It knows token ids and chunk ids; the K/V behind the chunks
 /// belongs to somebody else, who makes the copies that operations report and says with
@@ -101,9 +108,10 @@ impl PrefixTree {
     /// [`Error::InvalidConfig`] if the capacity or the chunk size is out of range.
     pub fn new(config: TreeConfig) -> Result<Self> {
         let chunk_size = match u32::try_from(config.chunk_size) {
-            Ok(size) if size > 0 && size <= 1 << 20 => size,
+            Ok(size) if (1..=MAX_CHUNK_SIZE).contains(&size) => size,
             _ => {
-                return Err(Error::invalid("chunk_size", config.chunk_size, "1 to 1048576 tokens"));
+                let allowed = format!("1 to {MAX_CHUNK_SIZE} tokens");
+                return Err(Error::invalid("chunk_size", config.chunk_size, allowed));
             }
         };
         Ok(Self {
@@ -132,6 +140,11 @@ impl PrefixTree {
     /// Tokens per chunk.
     pub fn chunk_size(&self) -> usize {
         self.chunk_size as usize
+    }
+
+    /// Tokens that a sequence may have at most.
+    pub fn max_tokens(&self) -> usize {
+        (MAX_POSITIONS - MAX_POSITIONS % self.chunk_size) as usize
     }
 
     /// Whether equal prefixes are stored once.

@@ -22,7 +22,7 @@ impl PrefixTree {
             return Err(Error::invalid("seq", given, "a sequence that is in no open step"));
         }
         if num_computed_tokens > sequence.computed as usize {
-            let allowed = format!("at most {}, what is computed", sequence.computed);
+            let allowed = format!("0 to {}, what is computed", sequence.computed);
             return Err(Error::invalid("num_computed_tokens", num_computed_tokens, allowed));
         }
         sequence.computed = num_computed_tokens as u32;

@@ -6,6 +6,8 @@
 //! likewise `filled` and `scheduled`.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::PrefixTree;
 use super::sequence::State;
@@ -27,8 +29,43 @@ pub(super) struct Row {
 pub(super) struct OpenStep {
     pub id: u64,
     pub rows: Vec<Row>,
-    /// An earlier step was aborted: what this one writes is built on nothing.
-    pub stale: bool,
+    stale: Stale,
+}
+
+impl OpenStep {
+    /// Whether it builds on an earlier step that was aborted, and so on nothing.
+    pub(super) fn is_stale(&self) -> bool {
+        self.stale.0.load(Ordering::Acquire)
+    }
+}
+
+/// Whether a step is stale, for it and for those who watch it. A copy of the tree has its own.
+#[derive(Debug, Default)]
+struct Stale(Arc<AtomicBool>);
+
+impl Clone for Stale {
+    fn clone(&self) -> Self {
+        Self(Arc::new(AtomicBool::new(self.0.load(Ordering::Acquire))))
+    }
+}
+
+/// Tells whether a step has become stale, without the tree.
+#[derive(Debug, Clone)]
+pub struct StepWatch {
+    step: StepId,
+    stale: Arc<AtomicBool>,
+}
+
+impl StepWatch {
+    /// The step.
+    pub fn step(&self) -> StepId {
+        self.step
+    }
+
+    /// Whether it builds on an earlier step that was aborted, so that it can only be aborted too.
+    pub fn is_stale(&self) -> bool {
+        self.stale.load(Ordering::Acquire)
+    }
 }
 
 /// The open steps, oldest first, and the chunks that they may still touch.
@@ -137,8 +174,17 @@ impl PrefixTree {
         for row in &rows {
             self.sequences[row.slot].open_steps += 1;
         }
-        self.steps.open.push_back(OpenStep { id: id.0, rows, stale: false });
+        self.steps.open.push_back(OpenStep { id: id.0, rows, stale: Stale::default() });
         Ok(Step { id, rows: step_rows })
+    }
+
+    /// A watch on an open step, for a plan that outlives the call that made it.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`] if the step is closed.
+    pub fn watch_step(&self, step: StepId) -> Result<StepWatch> {
+        let open = &self.steps.open[self.steps.position(step)?];
+        Ok(StepWatch { step, stale: Arc::clone(&open.stale.0) })
     }
 
     fn make_rows(&self, batch: &[(SeqHandle, u32)], slots: &[u32]) -> Result<Vec<Row>> {
@@ -154,13 +200,15 @@ impl PrefixTree {
                 ));
             }
             let left = self.num_tokens_of(slot) - sequence.scheduled;
+            if left == 0 {
+                let given = format!("sequence {seq}, which has no token left to compute");
+                let allowed = "sequences with tokens to compute; append one first";
+                return Err(Error::invalid(format!("batch[{i}]"), given, allowed));
+            }
             if qo_len == 0 || qo_len > left {
-                let allowed = if left == 0 {
-                    format!("none: sequence {seq} has no token left to compute; append one first")
-                } else {
-                    format!("1 to {left}, the tokens that sequence {seq} has left to compute")
-                };
-                return Err(Error::invalid(format!("qo_len[{i}]"), qo_len, allowed));
+                let given = format!("{qo_len} tokens for sequence {seq}");
+                let allowed = format!("1 to {left}, the tokens that it has left to compute");
+                return Err(Error::invalid(format!("qo_len[{i}]"), given, allowed));
             }
             rows.push(self.make_row(slot, qo_len));
         }
@@ -271,17 +319,17 @@ impl PrefixTree {
     /// they began.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the step is closed, or an earlier one was aborted (it then stays
-    /// open until it is aborted too); [`Error::InvalidConfig`] if an earlier one is still open.
-    /// Nothing changes then.
+    /// [`Error::StalePlan`] if the step is closed; [`Error::AbandonedPlan`] if it builds on one that
+    /// was aborted (it then stays open until it is aborted too); [`Error::InvalidConfig`] if an earlier
+    /// one is still open. Nothing changes then.
     pub fn commit_step(&mut self, step: StepId) -> Result<Committed> {
         self.expire_pins();
         let position = self.steps.position(step)?;
-        if self.steps.open[position].stale {
-            return Err(Error::StalePlan { plan: step.0, current: self.steps.next_id });
+        if self.steps.open[position].is_stale() {
+            return Err(Error::AbandonedPlan { plan: step.0 });
         }
         let mut earlier = self.steps.open.iter().take(position);
-        if let Some(first) = earlier.find(|step| !step.stale) {
+        if let Some(first) = earlier.find(|step| !step.is_stale()) {
             let allowed = format!("step {}, which began before it and is open", first.id);
             return Err(Error::invalid("step", step.0, allowed));
         }
@@ -302,7 +350,7 @@ impl PrefixTree {
     }
 
     /// Closes a step whose results are not used: nothing counts as written. Steps that began after
-    /// it become stale, since they may build on what it was to write.
+    /// it become stale where they build on what it was to compute.
     ///
     /// # Errors
     /// [`Error::StalePlan`] if the step is closed.
@@ -310,25 +358,43 @@ impl PrefixTree {
         self.expire_pins();
         let position = self.steps.position(step)?;
         let rows = std::mem::take(&mut self.steps.open[position].rows);
-        if !self.steps.open[position].stale {
+        if !self.steps.open[position].is_stale() {
             for row in &rows {
                 self.unschedule(row);
             }
             for later in position + 1..self.steps.open.len() {
                 let step = &mut self.steps.open[later];
-                if std::mem::replace(&mut step.stale, true) {
+                if step.is_stale() {
                     continue;
                 }
                 let rows = std::mem::take(&mut step.rows);
-                for row in &rows {
-                    self.unschedule(row);
-                }
-                self.steps.open[later].rows = rows;
+                let stale = !self.schedule_again(&rows);
+                let step = &mut self.steps.open[later];
+                step.rows = rows;
+                step.stale.0.store(stale, Ordering::Release);
             }
         }
         let mut committed = Committed::default();
         self.close_step(position, &rows, &mut committed);
         Ok(committed)
+    }
+
+    /// Takes up a step's rows once more after an earlier one was aborted, or takes them back if one
+    /// of them builds on what is not computed any more; tells which.
+    fn schedule_again(&mut self, rows: &[Row]) -> bool {
+        let follows = |row: &Row| row.start <= self.sequences[row.slot].scheduled;
+        let builds = rows.iter().all(follows) && {
+            for row in rows {
+                self.schedule(row);
+            }
+            rows.iter().all(|row| self.builds_on_scheduled(row))
+        };
+        if !builds {
+            for row in rows {
+                self.unschedule(row);
+            }
+        }
+        builds
     }
 
     fn close_step(&mut self, position: usize, rows: &[Row], committed: &mut Committed) {
@@ -352,7 +418,7 @@ impl PrefixTree {
     /// # Errors
     /// As [`begin_step`](Self::begin_step); [`Error::InvalidConfig`] if a step is open.
     pub fn commit(&mut self, batch: &[(SeqHandle, u32)]) -> Result<Committed> {
-        if let Some(open) = self.steps.open.iter().find(|step| !step.stale) {
+        if let Some(open) = self.steps.open.iter().find(|step| !step.is_stale()) {
             let given = format!("{} sequences while step {} is open", batch.len(), open.id);
             return Err(Error::invalid("batch", given, "no open step: commit or abort it first"));
         }

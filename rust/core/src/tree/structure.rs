@@ -257,9 +257,6 @@ impl PrefixTree {
         run.tokens.extend_from_slice(tokens);
         let allocated = self.pool.allocate_many((after - before) as usize, &mut run.chunks);
         debug_assert!(allocated.is_ok());
-        if after != before {
-            self.journal.record_growth(self.sequences.handle(slot));
-        }
         self.update(segment, |s| {
             s.len += tokens.len() as u32;
             s.known += tokens.len() as u32;

@@ -33,6 +33,16 @@ impl PrefixTree {
         Ok(result)
     }
 
+    /// Whether [`truncate`](Self::truncate) to `num_tokens` would copy the head of a chunk that others
+    /// need, as far as can be said before it evicts; false for arguments that it refuses.
+    pub fn truncate_copies(&self, seq: SeqHandle, num_tokens: usize) -> bool {
+        let Ok(slot) = self.resolve("seq", seq) else { return false };
+        num_tokens > 0
+            && num_tokens < self.num_tokens_of(slot) as usize
+            && !num_tokens.is_multiple_of(self.chunk_size as usize)
+            && !self.is_private_from(slot, num_tokens as u32)
+    }
+
     pub(super) fn truncate_slot(
         &mut self,
         slot: u32,

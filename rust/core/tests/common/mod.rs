@@ -1,12 +1,16 @@
 //! A simple model of the tree: plain lists per sequence, and a memory of what each chunk's slots
 //! would hold, so that a slot that is read before it is written, or overwritten, is found.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 
 use chunkcache::tree::{CopyChunk, Inherited, PrefixTree, SeqHandle, Step, StepId, TreeConfig};
 
 /// What a slot's K/V depends on: all tokens up to it.
 pub type Content = u64;
+
+/// A chunk and an offset in it.
+type Slot = (u32, usize);
 
 pub fn content(tokens: &[u32]) -> Content {
     tokens.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &token| {
@@ -29,10 +33,72 @@ struct ModelRow {
     seq: SeqHandle,
     /// One past the last position whose result still counts: the row may be cut while it is open.
     counted: usize,
+    start: usize,
     tokens: Vec<u32>,
     chunk_ids: Vec<u32>,
     first_write: usize,
     end: usize,
+}
+
+impl ModelRow {
+    /// The slots of some positions.
+    fn slots(&self, positions: Range<usize>, chunk_size: usize) -> impl Iterator<Item = Slot> + '_ {
+        positions.map(move |at| (self.chunk_ids[at / chunk_size], at % chunk_size))
+    }
+
+    /// Whether its sequence was cut while the step was open.
+    fn is_cut(&self) -> bool {
+        self.counted < self.end
+    }
+}
+
+/// What aborted steps and those that build on them were to compute.
+#[derive(Default)]
+struct Lost {
+    slots: HashSet<Slot>,
+    /// Where each of their sequences stands again, and whether it was cut meanwhile.
+    reached: HashMap<SeqHandle, (usize, bool)>,
+}
+
+impl Lost {
+    fn add(&mut self, step: &ModelStep, chunk_size: usize) {
+        for row in &step.rows {
+            let (at, was_cut) = self.reached.entry(row.seq).or_insert((row.start, false));
+            (*at, *was_cut) = (row.start.min(*at), row.is_cut() || *was_cut);
+            self.slots.extend(row.slots(row.first_write..row.end, chunk_size));
+        }
+    }
+
+    /// Takes away what a later step computes in its stead.
+    fn take_away(&mut self, step: &ModelStep, chunk_size: usize) {
+        for row in &step.rows {
+            self.reached.entry(row.seq).and_modify(|reached| reached.0 = row.end);
+            for slot in row.slots(row.first_write..row.end, chunk_size) {
+                self.slots.remove(&slot);
+            }
+        }
+    }
+
+    /// Whether a later step builds on it; `None` where a sequence was cut and others may depend on
+    /// what it no longer does itself.
+    fn holds_up(&self, step: &ModelStep, chunk_size: usize) -> Option<bool> {
+        let writes = |row| ModelRow::slots(row, row.first_write..row.end, chunk_size);
+        let own: HashSet<Slot> = step.rows.iter().flat_map(writes).collect();
+        let mut was_cut = false;
+        for row in &step.rows {
+            let mut read = row.slots(0..row.counted, chunk_size);
+            if read.any(|slot| self.slots.contains(&slot) && !own.contains(&slot)) {
+                return Some(true);
+            }
+            match self.reached.get(&row.seq) {
+                _ if row.is_cut() => was_cut = true,
+                Some((_, true)) => was_cut = true,
+                Some(&(reached, false)) if row.start > reached => return Some(true),
+                _ => {}
+            }
+        }
+        (!was_cut).then_some(false)
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -54,7 +120,7 @@ pub struct Model {
     pub tree: PrefixTree,
     pub sequences: Vec<ModelSequence>,
     pub removed: Vec<SeqHandle>,
-    memory: HashMap<(u32, usize), Content>,
+    memory: HashMap<Slot, Content>,
     steps: Vec<ModelStep>,
     /// Whether a step runs right after it began, or just before it is committed.
     run_at_begin: bool,
@@ -256,6 +322,7 @@ impl Model {
                 ModelRow {
                     seq: row.seq,
                     counted: (row.start + row.len) as usize,
+                    start: row.start as usize,
                     tokens: self.sequences[i].tokens.clone(),
                     chunk_ids: self.tree.chunk_ids(row.seq).unwrap(),
                     first_write: (row.start + row.num_cached_rows) as usize,
@@ -316,23 +383,36 @@ impl Model {
     }
 
     pub fn abort(&mut self, step: usize) {
-        if !self.steps[step].stale {
-            // The results of this step and of those that build on it are not to be relied on.
-            let chunk_size = self.chunk_size();
-            for later in &mut self.steps[step..] {
-                later.stale = true;
-                for row in &later.rows {
-                    for position in row.first_write..row.end {
-                        let slot = (row.chunk_ids[position / chunk_size], position % chunk_size);
-                        self.memory.remove(&slot);
-                    }
-                }
-            }
-        }
         let step = self.steps.remove(step);
         let committed = self.tree.abort_step(step.id).unwrap();
         assert!(committed.copies.is_empty());
+        if !step.stale {
+            self.lose(&step);
+        }
         self.check_inherited(&committed.inherited);
+    }
+
+    /// Forgets the results of an aborted step, and of the later ones that build on them: that read
+    /// a slot that it was to write, or go on in a sequence where it was to stop.
+    fn lose(&mut self, aborted: &ModelStep) {
+        let chunk_size = self.chunk_size();
+        let mut lost = Lost::default();
+        lost.add(aborted, chunk_size);
+        for later in self.steps.iter_mut().filter(|step| step.id > aborted.id && !step.stale) {
+            let watch = self.tree.watch_step(later.id).unwrap();
+            later.stale = match lost.holds_up(later, chunk_size) {
+                Some(stale) => stale,
+                None => watch.is_stale(),
+            };
+            if later.stale {
+                lost.add(later, chunk_size);
+            } else {
+                lost.take_away(later, chunk_size);
+            }
+        }
+        for slot in lost.slots {
+            self.memory.remove(&slot);
+        }
     }
 
     /// Everything that an operation which fails must leave as it was.

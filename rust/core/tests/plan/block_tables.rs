@@ -158,12 +158,15 @@ fn what_does_not_fit_is_refused_by_name() {
         (dense(&[1, 2, 3], 2, &[1, 1], 16, None), "block_table"),
         (dense(&[1, 2], 1, &[1, 17], 16, None), "seq_lens[1]"),
         (dense(&[1, 2], 1, &[1, -1], 16, None), "seq_lens[1]"),
-        (dense(&[1, 2, -3, 4], 2, &[1, 1], 16, None), "block_table[2]"),
+        (dense(&[1, 2, -3, 4], 2, &[1, 1], 16, None), "block_table[1, 0]"),
+        (dense(&[1, 2, 3, -4], 2, &[1, 17], 16, None), "block_table[1, 1]"),
         (dense(&[1], 1, &[1], 0, None), "page_size"),
+        (dense(&[1], 1, &[1], (1 << 20) + 1, None), "page_size"),
+        (dense(&[1], 1, &[1], u32::MAX, None), "page_size"),
         (dense(&[1, 2], 1, &[1, 1], 16, Some(&[0, 1])), "qo_indptr"),
         (dense(&[1, 2], 1, &[1, 1], 16, Some(&[1, 1, 2])), "qo_indptr[0]"),
         (dense(&[1, 2], 1, &[2, 2], 16, Some(&[0, 2, 1])), "qo_indptr[2]"),
-        (dense(&[1, 2], 1, &[1, 1], 16, Some(&[0, 2, 3])), "qo_indptr"),
+        (dense(&[1, 2], 1, &[1, 1], 16, Some(&[0, 2, 3])), "qo_indptr[1]"),
         (csr(&[0, 2, 1], &[1, 2], &[1, 1]), "kv_indptr[2]"),
         (csr(&[0, 3], &[1, 2], &[1]), "kv_indptr[1]"),
         (csr(&[0, 2], &[1, 2], &[17]), "kv_last_page_len[0]"),
@@ -174,6 +177,17 @@ fn what_does_not_fit_is_refused_by_name() {
         let Error::InvalidConfig { argument, .. } = &error else { panic!("{error}") };
         assert_eq!(argument, name, "{error}");
     }
+}
+
+#[test]
+fn a_sequence_keeps_to_the_last_position() {
+    let error = plan_from_block_tables(&[1u32], 1, &[1 << 31], 16, None).unwrap_err();
+    let message = "seq_lens[0]: got 2147483648, allowed is 0 to 2147483632";
+    assert_eq!(error.to_string(), message);
+    let ids = vec![1u32; 2048];
+    let error = plan_from_csr(&[0, 2048], &ids, &[1], 1 << 20, None).unwrap_err();
+    assert!(error.to_string().starts_with("kv_indptr[1]: got 2048 pages"), "{error}");
+    assert!(plan_from_csr(&[0, 2047], &ids, &[1], 1 << 20, None).is_ok());
 }
 
 #[test]

@@ -106,12 +106,14 @@ fn errors_name_the_entry_of_the_callers_batch() {
     steps.remove(gone);
     let done = steps.insert(&tokens(60, 2));
     steps.run(&[Some(done)], Some(&[0, 2])).unwrap();
-    let cases: [(&[_], Option<&[u32]>, &str); 8] = [
+    let cases: [(&[_], Option<&[u32]>, &str); 10] = [
         (&[None, Some(seq), Some(seq)], None, "batch[2]"),
         (&[None, Some(gone)], None, "batch[1]"),
         (&[None, None, Some(done)], None, "batch[2]"),
-        (&[Some(seq), None], Some(&[0, 7, 7]), "batch[0]"),
-        (&[Some(seq)], Some(&[0, 0]), "batch[0]"),
+        (&[None, None, Some(done)], Some(&[0, 0, 0, 1]), "batch[2]"),
+        (&[Some(seq), None], Some(&[0, 7, 7]), "qo_indptr[1]"),
+        (&[Some(seq)], Some(&[0, 0]), "qo_indptr[1]"),
+        (&[None, Some(seq)], Some(&[0, 1, 1]), "qo_indptr[2]"),
         (&[Some(seq)], Some(&[0, 6, 7]), "qo_indptr"),
         (&[Some(seq)], Some(&[1, 2]), "qo_indptr[0]"),
         (&[Some(seq), None, None], Some(&[0, 6, 5, 8]), "qo_indptr[2]"),
@@ -211,6 +213,18 @@ fn a_plan_is_stale_after_the_next_one() {
     let stale = Error::StalePlan { plan: first.epoch(), current };
     assert_eq!(first.view(steps.planner.image()).unwrap_err(), stale);
     assert!(second.view(steps.planner.image()).is_ok());
+}
+
+#[test]
+fn a_plan_behind_an_aborted_one_is_refused() {
+    let mut steps = steps(64);
+    let seq = steps.insert(&tokens(0, 6));
+    let mut first = steps.planner.plan(&mut steps.tree, &[Some(seq)], Some(&[0, 3])).unwrap();
+    let second = steps.planner.plan(&mut steps.tree, &[Some(seq)], Some(&[0, 3])).unwrap();
+    assert!(second.view(steps.planner.image()).is_ok());
+    steps.tree.abort_step(first.close().unwrap()).unwrap();
+    let abandoned = Error::AbandonedPlan { plan: second.epoch() };
+    assert_eq!(second.view(steps.planner.image()).unwrap_err(), abandoned);
 }
 
 #[test]

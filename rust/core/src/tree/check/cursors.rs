@@ -134,7 +134,7 @@ impl PrefixTree {
                     && self.sequences[row.slot].state != State::Vacant;
                 ensure!(14, exists, "step {} names free sequence {}", step.id, row.slot);
                 *open_steps.entry(row.slot).or_default() += 1;
-                if step.stale {
+                if step.is_stale() {
                     continue;
                 }
                 let ordered = row.start <= row.first_write && row.first_write <= row.end;
