@@ -1,22 +1,9 @@
 //! What is shared, what is copied and what is computed.
 
 use chunkcache::error::Error;
-use chunkcache::tree::{CopyChunk, PrefixTree, SeqHandle, TreeConfig};
+use chunkcache::tree::{CopyChunk, PrefixTree, TreeConfig};
 
-fn tree(capacity: usize, chunk_size: usize) -> PrefixTree {
-    PrefixTree::new(TreeConfig::new(capacity, chunk_size)).unwrap()
-}
-
-fn insert_written(tree: &mut PrefixTree, tokens: &[u32]) -> SeqHandle {
-    let inserted = tree.insert(tokens, b"").unwrap();
-    let left = tokens.len() - inserted.num_computed_tokens;
-    tree.commit(&[(inserted.seq, left as u32)]).unwrap();
-    inserted.seq
-}
-
-fn numbers(count: u32) -> Vec<u32> {
-    (0..count).collect()
-}
+use crate::support::{insert_written, numbers, tree};
 
 #[test]
 fn a_wholly_cached_multiple_of_the_chunk_leaves_one_token_and_writes_nothing() {

@@ -5,16 +5,7 @@ use std::time::Duration;
 use chunkcache::error::Error;
 use chunkcache::tree::{Clock, PrefixTree, SeqHandle, TreeConfig};
 
-fn tree(capacity: usize, chunk_size: usize) -> PrefixTree {
-    PrefixTree::new(TreeConfig::new(capacity, chunk_size)).unwrap()
-}
-
-fn insert_written(tree: &mut PrefixTree, tokens: &[u32]) -> SeqHandle {
-    let inserted = tree.insert(tokens, b"").unwrap();
-    let left = tokens.len() - inserted.num_computed_tokens;
-    tree.commit(&[(inserted.seq, left as u32)]).unwrap();
-    inserted.seq
-}
+use crate::support::{insert_written, tree};
 
 fn retain(tree: &mut PrefixTree, tokens: &[u32]) {
     let seq = insert_written(tree, tokens);

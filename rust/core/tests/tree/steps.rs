@@ -1,15 +1,9 @@
 //! Steps: begin, commit, abort, several of them open, and operations in between.
 
 use chunkcache::error::Error;
-use chunkcache::tree::{CopyChunk, Inherited, PrefixTree, SeqHandle, TreeConfig};
+use chunkcache::tree::{CopyChunk, Inherited, PrefixTree, SeqHandle};
 
-fn tree(capacity: usize, chunk_size: usize) -> PrefixTree {
-    PrefixTree::new(TreeConfig::new(capacity, chunk_size)).unwrap()
-}
-
-fn numbers(count: u32) -> Vec<u32> {
-    (0..count).collect()
-}
+use crate::support::{numbers, tree};
 
 fn computed(tree: &PrefixTree, seq: SeqHandle) -> usize {
     tree.sequence(seq).unwrap().num_computed_tokens

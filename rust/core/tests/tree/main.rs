@@ -1,0 +1,6 @@
+//! The prefix tree by example: capacity, sharing, steps.
+
+mod capacity;
+mod sharing;
+mod steps;
+mod support;
