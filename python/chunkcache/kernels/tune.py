@@ -129,7 +129,6 @@ class Bench:
             self._device,
             plan_tables(plan),
             cut_plan(plan, tpp.heads, costs),
-            work.num_qo_heads,
             HEAD_DIM,
             stream,
         )
