@@ -155,3 +155,18 @@ def test_a_plan_of_another_cache_is_refused():
     for use in (second.tables, second.commit, second.release):
         with pytest.raises(InvalidConfigError, match="plan"):
             use(plan)
+
+
+def test_a_large_step_leaves_the_tables_of_the_others_as_they_are():
+    cache = make(sizes=(1, 200, 2, 64, 64, 2))
+    tree = cache.tree
+    seq = tree.insert(range(50)).seq
+
+    def layout_of_a_small_step() -> list[int]:
+        with tree.plan([seq], [0, 1]) as plan:
+            return cache.tables(plan)[2]
+
+    before = layout_of_a_small_step()
+    with tree.plan([tree.insert(range(1000, 7000)).seq], [0, 6000]) as plan:
+        assert cache.tables(plan)[2] != before
+    assert layout_of_a_small_step() == before

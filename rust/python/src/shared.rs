@@ -131,14 +131,14 @@ impl State {
         batch: &[Option<SeqHandle>],
         qo_indptr: Option<&[u32]>,
     ) -> Result<(Plan, Planner)> {
-        let kept = self.planners.pop().filter(|planner| self.fits(planner, batch.len()));
-        let mut planner = match kept {
-            Some(planner) => planner,
-            None => self.new_planner(batch.len())?,
-        };
+        let mut planner = self.take_planner(batch.len(), self.usual_work())?;
         let mut plan = planner.plan(&mut self.tree, batch, qo_indptr);
-        if plan.is_err() && self.enlarge(&planner) {
-            planner = self.new_planner(batch.len())?;
+        // Tables keep their sizes, so that captured steps stay good: what needs more gets others.
+        if plan.is_err()
+            && let Some(work) = larger_work(&planner)
+        {
+            self.planners.push(planner);
+            planner = self.take_planner(batch.len(), work)?;
             plan = planner.plan(&mut self.tree, batch, qo_indptr);
         }
         match plan {
@@ -150,45 +150,34 @@ impl State {
         }
     }
 
-    fn fits(&self, planner: &Planner, num_sequences: usize) -> bool {
-        let has_shape = match &self.backing {
-            Backing::Device(device) => {
-                planner.cutter().is_some_and(|cutter| cutter.shape() == device.shape)
-            }
-            Backing::Host(..) | Backing::None => true,
-        };
-        has_shape && planner.image().layout().limits.max_sequences as usize >= num_sequences
-    }
-
-    fn new_planner(&self, num_sequences: usize) -> Result<Planner> {
-        let (page_size, limits) = (self.tree.chunk_size() as u32, self.limits(num_sequences));
+    /// The capacities that tables usually have for work items.
+    fn usual_work(&self) -> WorkLimits {
         match &self.backing {
-            Backing::Device(device) => {
-                Planner::with_items(page_size, limits, device.work, device.cutter()?)
-            }
-            Backing::Host(..) | Backing::None => Planner::new(page_size, limits),
+            Backing::Device(device) => device.work,
+            Backing::Host(..) | Backing::None => WorkLimits::default(),
         }
     }
 
-    /// Makes room in new tables for the work items of a step that this planner refused for want of
-    /// it; false if that was not the reason.
-    fn enlarge(&mut self, planner: &Planner) -> bool {
-        let (Backing::Device(device), Some(needed)) = (&mut self.backing, planner.work_needed())
-        else {
-            return false;
+    /// The tables of a closed plan that have these capacities, or new ones.
+    fn take_planner(&mut self, num_sequences: usize, work: WorkLimits) -> Result<Planner> {
+        if let Backing::Device(device) = &self.backing {
+            let shape = device.shape;
+            self.planners.retain(|planner| planner.cutter().is_some_and(|c| c.shape() == shape));
+        }
+        let fits = |planner: &Planner| {
+            let layout = planner.image().layout();
+            layout.work == work && layout.limits.max_sequences as usize >= num_sequences
         };
-        let held = planner.image().layout().work;
-        let larger = |needed: u32, held: u32| match needed > held {
-            true => needed.checked_next_power_of_two().unwrap_or(needed),
-            false => held,
-        };
-        let work = WorkLimits {
-            max_items: larger(needed.max_items, held.max_items),
-            max_rows: larger(needed.max_rows, held.max_rows),
-            max_merges: larger(needed.max_merges, held.max_merges),
-        };
-        device.work = work;
-        work != held
+        if let Some(index) = self.planners.iter().rposition(fits) {
+            return Ok(self.planners.remove(index));
+        }
+        let (page_size, limits) = (self.tree.chunk_size() as u32, self.limits(num_sequences));
+        match &self.backing {
+            Backing::Device(device) => {
+                Planner::with_items(page_size, limits, work, device.cutter()?)
+            }
+            Backing::Host(..) | Backing::None => Planner::new(page_size, limits),
+        }
     }
 
     /// The usual capacities of tables, or larger ones for a larger batch.
@@ -221,6 +210,22 @@ impl State {
             self.copy(&closed.copies).unwrap_or_default();
         }
     }
+}
+
+/// The capacities that a step needs which these tables refused for want of room; `None` if that was
+/// not the reason.
+fn larger_work(planner: &Planner) -> Option<WorkLimits> {
+    let (needed, held) = (planner.work_needed()?, planner.image().layout().work);
+    let larger = |needed: u32, held: u32| match needed > held {
+        true => needed.checked_next_power_of_two().unwrap_or(needed),
+        false => held,
+    };
+    let work = WorkLimits {
+        max_items: larger(needed.max_items, held.max_items),
+        max_rows: larger(needed.max_rows, held.max_rows),
+        max_merges: larger(needed.max_merges, held.max_merges),
+    };
+    (work != held).then_some(work)
 }
 
 /// A tree that Python objects share: a tree, its cache, and their plans.
