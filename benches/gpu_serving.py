@@ -145,8 +145,9 @@ def prompts_of(load: Load) -> list[list[int]]:
 
 def serve(model: Any, load: Load, sharing: bool, compiled: bool) -> tuple[float, float, float]:
     """Return the mean of a decode step in ms, its spread, and the time to the last first token."""
-    tokens_each = load.prompt + NUM_GENERATED + CHUNK_SIZE
-    chunks = load.batch * -(-tokens_each // CHUNK_SIZE) + load.prompt // CHUNK_SIZE + 8
+    shared = load.shared if sharing else 0
+    tokens_each = load.prompt - shared + NUM_GENERATED + 2 * CHUNK_SIZE
+    chunks = load.batch * -(-tokens_each // CHUNK_SIZE) + shared // CHUNK_SIZE + 8
     llm = LLM(
         model,
         chunk_size=CHUNK_SIZE,
