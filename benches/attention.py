@@ -103,6 +103,15 @@ def measure(case: Case, num_threads: int, budget: float) -> Row:
     return Row(case, timings, product_seconds)
 
 
+def available_bytes() -> float:
+    """Return the memory that can be had without swapping, where the system tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return float("inf")
+
+
 def show(console: Console, rows: list[Row]) -> None:
     """Print the table."""
     table = Table(title="decode attention, ms a step (lower is better)")
@@ -174,6 +183,12 @@ def main() -> None:
 
     def run(section: str, chosen: Iterable[Case]) -> list[Row]:
         for case in chosen:
+            if case.held_bytes > available_bytes():
+                needed = case.held_bytes / 2**30
+                console.print(
+                    f"{case.label()}: left out, since it needs {needed:.0f} GiB of memory"
+                )
+                continue
             row = measure(case, arguments.threads, budget)
             report.add(section, row)
             console.print(case.label(), f"{row.record()['over_floor']:.2f} x floor")

@@ -36,6 +36,12 @@ class Case:
         return 2 * tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes that all contenders hold at once, each with K and V of its own."""
+        whole = 2 * self.batch * self.prompt * self.num_kv_heads * self.head_dim
+        return 4 * self.kv_bytes + 2 * whole * self.dtype.itemsize
+
+    @property
     def operations(self) -> int:
         """Floating-point operations of the two matrix products."""
         return 4 * self.batch * self.num_qo_heads * self.prompt * self.head_dim
