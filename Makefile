@@ -51,7 +51,7 @@ $(STAMPS)/ptx-tools: tools/ptx-requirements.txt $(STAMPS)/venv
 
 $(STAMPS)/ptx: $(CUDA_SOURCES) tools/build_ptx.py python/chunkcache/kernels/build.py \
 		python/chunkcache/kernels/table.py $(STAMPS)/ptx-tools $(STAMPS)/extension
-	$(VENV)/ptx/bin/python tools/build_ptx.py
+	PYTHONPATH=python $(VENV)/ptx/bin/python tools/build_ptx.py
 	touch $@
 
 .PHONY: ptx

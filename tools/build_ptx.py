@@ -1,6 +1,6 @@
 """Compile every kernel to the PTX that a wheel carries, and fail on register spills.
 
-    python tools/build_ptx.py
+    PYTHONPATH=python python tools/build_ptx.py
 
 Runs in an environment of its own (`make ptx`) with the oldest CUDA toolkit that is supported,
 because PTX runs on drivers of its toolkit's release and newer. ptxas then translates each file for
@@ -17,10 +17,7 @@ from importlib.metadata import files
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python"))
-
-from chunkcache.kernels import build, table  # noqa: E402
+from chunkcache.kernels import build, table
 
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")

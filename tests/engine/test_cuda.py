@@ -9,11 +9,10 @@ import torch
 from chunkcache import InvalidConfigError
 from chunkcache.engine import LLM, SamplingParams
 from chunkcache.engine.picker import TokenPicker
+from support.devices import NEEDS_CUDA
 from tiny_models import CONFIGS, make_model
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device and chunkcache[cuda]"
-)
+pytestmark = NEEDS_CUDA
 
 MAX_TOKENS = 40
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -16,8 +16,8 @@ def test_other_devices_are_refused(device) -> None:
         resolve_device(device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_cuda_device_is_named(llama) -> None:
+def test_a_missing_cuda_device_is_named(llama, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidConfigError, match="torch finds no CUDA device"):
         LLM(llama, device="cuda")
 

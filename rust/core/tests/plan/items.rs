@@ -11,7 +11,7 @@ use chunkcache::plan::{
 use chunkcache::tree::SeqHandle;
 use proptest::prelude::*;
 
-use crate::support::{Steps, tokens};
+use crate::support::{self, Steps, tokens};
 
 const CHUNK: u32 = 64;
 
@@ -198,17 +198,9 @@ fn steps(capacity: u32) -> Steps {
 }
 
 fn compute(steps: &mut Steps, seqs: &[SeqHandle]) -> Diff {
-    let before = steps.planner.image().version();
-    let mut indptr = vec![0];
-    for &seq in seqs {
-        let info = steps.tree.sequence(seq).unwrap();
-        let left = info.num_tokens - info.num_scheduled_tokens;
-        indptr.push(indptr[indptr.len() - 1] + left as u32);
-    }
-    let batch: Vec<_> = seqs.iter().copied().map(Some).collect();
-    steps.run(&batch, Some(&indptr)).unwrap();
+    let diff = support::compute(steps, seqs);
     check_items(&steps.planner);
-    steps.planner.image().diff_since(before)
+    diff
 }
 
 fn decode(steps: &mut Steps, seqs: &[SeqHandle]) -> Diff {

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use chunkcache::error::Error;
 use chunkcache::plan::{
-    Image, Limits, NO_SLOT, NONE, Plan, PlanView, Planner, SegmentRow, apply_patch,
+    Diff, Image, Limits, NO_SLOT, NONE, Plan, PlanView, Planner, SegmentRow, apply_patch,
 };
 use chunkcache::tree::{PrefixTree, SeqHandle, TreeConfig};
 
@@ -233,4 +233,18 @@ impl Steps {
         self.tree.commit_step(step).expect("the step is open");
         Ok(plan)
     }
+}
+
+/// Runs a step over all that the sequences have left to compute and returns what changed.
+pub fn compute(steps: &mut Steps, seqs: &[SeqHandle]) -> Diff {
+    let before = steps.planner.image().version();
+    let mut indptr = vec![0];
+    for &seq in seqs {
+        let info = steps.tree.sequence(seq).unwrap();
+        let left = info.num_tokens - info.num_scheduled_tokens;
+        indptr.push(indptr[indptr.len() - 1] + left as u32);
+    }
+    let batch: Vec<_> = seqs.iter().copied().map(Some).collect();
+    steps.run(&batch, Some(&indptr)).unwrap();
+    steps.planner.image().diff_since(before)
 }

@@ -3,7 +3,7 @@
 use chunkcache::plan::Diff;
 use chunkcache::tree::SeqHandle;
 
-use crate::support::{Steps, tokens};
+use crate::support::{Steps, compute, tokens};
 
 const CHUNK: u32 = 64;
 
@@ -44,20 +44,6 @@ impl Shape {
         compute(&mut steps, &seqs);
         (steps, seqs)
     }
-}
-
-/// Runs a step over all that the sequences have left to compute and returns what changed.
-fn compute(steps: &mut Steps, seqs: &[SeqHandle]) -> Diff {
-    let before = steps.planner.image().version();
-    let mut indptr = vec![0];
-    for &seq in seqs {
-        let info = steps.tree.sequence(seq).unwrap();
-        let left = info.num_tokens - info.num_scheduled_tokens;
-        indptr.push(indptr[indptr.len() - 1] + left as u32);
-    }
-    let batch: Vec<_> = seqs.iter().copied().map(Some).collect();
-    steps.run(&batch, Some(&indptr)).unwrap();
-    steps.planner.image().diff_since(before)
 }
 
 /// Decodes one token of each and returns what changed.
