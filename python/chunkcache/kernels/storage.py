@@ -5,14 +5,13 @@ changes, the new one waits for what the old one has been given. So a chunk that 
 is written again only after everything that reads it.
 """
 
-import operator
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chunkcache._arrays import described
+from chunkcache import _arrays
 from chunkcache._core import DeviceCache, Plan
 from chunkcache.errors import InvalidConfigError, KernelError
 from chunkcache.kernels import frontend
@@ -28,6 +27,10 @@ if TYPE_CHECKING:
     import torch
 
     from chunkcache.kernels.graphs import CapturedStep
+
+
+_MAX_DIM = 1 << 16
+_MAX_CAPACITY = 2**32 - 2
 
 
 class KvShape(NamedTuple):
@@ -53,19 +56,19 @@ def check_shape(shape: KvShape) -> None:
         InvalidConfigError: a size or a dtype that is not allowed on a CUDA device.
     """
     for name, size in (("num_layers", shape.num_layers), ("num_kv_heads", shape.num_kv_heads)):
-        if not isinstance(size, int) or size < 1:
-            raise InvalidConfigError(f"{name}: got {size!r}, allowed is an integer of 1 or more")
+        _arrays.index(name, size, 1, _MAX_DIM)
     if shape.dtype not in ("float16", "bfloat16"):
         raise InvalidConfigError(
             f"dtype: got {shape.dtype}, allowed on a CUDA device is float16 or bfloat16"
         )
-    if shape.head_dim not in HEAD_DIMS:
+    if _arrays.index("head_dim", shape.head_dim, HEAD_DIMS[0], HEAD_DIMS[-1]) not in HEAD_DIMS:
+        allowed = " or ".join(map(str, HEAD_DIMS))
         raise InvalidConfigError(
-            f"head_dim: got {shape.head_dim!r}, allowed on a CUDA device is {HEAD_DIMS}"
+            f"head_dim: got {shape.head_dim}, allowed on a CUDA device is {allowed}"
         )
-    if shape.chunk_size not in range(16, 129, 16):
+    if _arrays.index("chunk_size", shape.chunk_size, 16, 128) % 16:
         raise InvalidConfigError(
-            f"chunk_size: got {shape.chunk_size!r}, allowed is 16 to 128, a multiple of 16"
+            f"chunk_size: got {shape.chunk_size}, allowed is 16 to 128, a multiple of 16"
         )
 
 
@@ -175,10 +178,7 @@ class DeviceStorage:
             return self._layer(layer)
 
     def _layer(self, layer: int) -> "torch.Tensor":
-        if not isinstance(layer, int) or not 0 <= layer < self.shape.num_layers:
-            allowed = f"an integer from 0 to {self.shape.num_layers - 1}"
-            raise InvalidConfigError(f"layer: got {layer!r}, allowed is {allowed}")
-        return self._layers[layer]
+        return self._layers[_arrays.index("layer", layer, 0, self.shape.num_layers - 1)]
 
     def write_kv(self, layer: int, k: Any, v: Any, plan: Plan, stream: Any) -> None:
         """Write one layer's K and V of a step; see `ChunkCache.write_kv`."""
@@ -287,7 +287,7 @@ def device_ordinal(device: Any) -> int | None:
         InvalidConfigError: something else, or a device that is not there.
     """
     allowed = "'cpu', 'cuda', 'cuda:N', a CUDA ordinal or a torch.device"
-    given = described(device)
+    given = _arrays.described(device)
     if isinstance(device, int) and not isinstance(device, bool):
         name, number = "cuda", given
     else:
@@ -316,7 +316,7 @@ def num_chunks(
     shape: KvShape,
     capacity: int | None,
     capacity_bytes: int | None,
-    memory_fraction: float | None,
+    memory_fraction: Any,
 ) -> int:
     """Return the chunks of an arena from the one of three sizes that is given.
 
@@ -325,31 +325,21 @@ def num_chunks(
         KernelError: no CUDA driver.
     """
     check_shape(shape)
+    chunk_bytes = shape.chunk_bytes
     if capacity is not None:
-        return _natural("capacity", capacity)
+        return _arrays.index("capacity", capacity, 1, _MAX_CAPACITY)
     if capacity_bytes is not None:
-        name, given = "capacity_bytes", str(capacity_bytes)
-        num_bytes = _natural(name, capacity_bytes)
-    else:
-        name, given = "memory_fraction", str(memory_fraction)
-        if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
-            raise InvalidConfigError(f"{name}: got {given}, allowed is above 0 and up to 1")
-        activate(device)
-        free, _ = check(driver().cuMemGetInfo(), "cuMemGetInfo")
-        num_bytes = int(free * memory_fraction)
-    if num_bytes < shape.chunk_bytes:
+        high = _MAX_CAPACITY * chunk_bytes
+        return _arrays.index("capacity_bytes", capacity_bytes, chunk_bytes, high) // chunk_bytes
+    given = _arrays.described(memory_fraction)
+    if type(memory_fraction) not in (int, float) or not 0 < memory_fraction <= 1:
+        raise InvalidConfigError(f"memory_fraction: got {given}, allowed is a number in (0, 1]")
+    activate(device)
+    free, _ = check(driver().cuMemGetInfo(), "cuMemGetInfo")
+    num_bytes = int(free * memory_fraction)
+    if num_bytes < chunk_bytes:
         raise InvalidConfigError(
-            f"{name}: got {given} ({num_bytes} bytes), allowed is at least the"
-            f" {shape.chunk_bytes} bytes of one chunk"
+            f"memory_fraction: got {given}, {num_bytes} bytes, allowed is at least the"
+            f" {chunk_bytes} bytes of one chunk"
         )
-    return num_bytes // shape.chunk_bytes
-
-
-def _natural(name: str, given: Any) -> int:
-    try:
-        number = operator.index(given)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(given, bool):
-        raise InvalidConfigError(f"{name}: got {given!r}, allowed is an integer of 1 or more")
-    return number
+    return num_bytes // chunk_bytes
