@@ -30,6 +30,7 @@ __all__ = [
     "plan_from_block_tables",
     "plan_from_csr",
     "run",
+    "token_array",
 ]
 
 __version__: str
@@ -313,6 +314,7 @@ def available_isas() -> list[Isa]: ...
 def cut_tables(
     tables: tuple[int, int, _Words, _Words, _Words, _Words, _Words], heads: _Heads, costs: _Costs
 ) -> _Work: ...
+def token_array(token_ids: list[object], vocab_size: int) -> npt.NDArray[np.uint32] | None: ...
 def plan_from_block_tables(
     block_table: npt.NDArray[np.int64],
     seq_lens: npt.NDArray[np.int64],

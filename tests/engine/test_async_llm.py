@@ -288,3 +288,26 @@ asyncio.run(main())
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("enable_overlap", [True, False])
+def test_a_request_that_cannot_be_planned_fails_alone(llama, make_prompt, enable_overlap) -> None:
+    good, bad = make_prompt(30), make_prompt(31, seed=1)
+
+    async def scenario(llm):
+        cache = llm.llm.cache
+        insert = cache.insert
+
+        def failing(tokens, cache_salt=""):
+            if len(tokens) == 31:
+                raise KeyError("lost")
+            return insert(tokens, cache_salt)
+
+        cache.insert = failing
+        requests = [_last(llm.generate(prompt, PARAMS)) for prompt in (good, bad)]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    served, failed = _run(llama, scenario, enable_overlap=enable_overlap)
+    assert served.finished
+    assert isinstance(failed, EngineError)
+    assert "KeyError: 'lost'" in str(failed)

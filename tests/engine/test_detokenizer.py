@@ -29,6 +29,23 @@ def test_no_piece_has_a_broken_character(tokenizer, text) -> None:
     assert not any("\ufffd" in piece for piece in _pieces(tokenizer, tokenizer(text)["input_ids"]))
 
 
+@pytest.mark.parametrize("text", [*TEXTS, "broken \ufffd", ""])
+def test_all_at_once_make_the_text_that_they_make_one_by_one(tokenizer, text) -> None:
+    token_ids = tokenizer(text)["input_ids"]
+    for end in range(len(token_ids) + 1):
+        detokenizer = Detokenizer(tokenizer)
+        at_once = detokenizer.push(*token_ids[:end]) + detokenizer.finish()
+        assert at_once == "".join(_pieces(tokenizer, token_ids[:end]))
+
+
+def test_bytes_that_are_no_text_come_out_as_one_by_one(tokenizer) -> None:
+    stray = tokenizer("é")["input_ids"][1]
+    token_ids = [stray] * 20 + tokenizer("after 👍")["input_ids"] + [stray] * 5
+    detokenizer = Detokenizer(tokenizer)
+    at_once = detokenizer.push(*token_ids) + detokenizer.finish()
+    assert at_once == "".join(_pieces(tokenizer, token_ids))
+
+
 def test_an_incomplete_character_at_the_end_is_left_out(tokenizer) -> None:
     assert "".join(_pieces(tokenizer, tokenizer("ok 👍")["input_ids"][:-1])) == "ok "
 

@@ -97,8 +97,8 @@ def test_a_sampler_that_fails_altogether_ends_all_requests(overlap) -> None:
 
 
 @overlapping
-@pytest.mark.parametrize("where", ["plan", "insert", "reserve", "append_batch"])
-def test_a_failed_planner_ends_all_requests_with_a_clear_message(overlap, where) -> None:
+@pytest.mark.parametrize("where", ["plan", "reserve", "append_batch", "commit"])
+def test_a_planner_that_fails_for_no_one_alone_ends_all_requests(overlap, where) -> None:
     fake = FakeEngine(overlap=overlap)
     requests = [fake.add(prompt) for prompt in PROMPTS]
     original = getattr(fake.cache, where)
@@ -114,6 +114,118 @@ def test_a_failed_planner_ends_all_requests_with_a_clear_message(overlap, where)
     with pytest.raises(EngineError, match="planning or ending a step failed: KeyError: 'lost'"):
         fake.run()
     assert all(isinstance(request.error, EngineError) for request in requests)
+    fake.engine.check_accounts()
+
+
+class _Fault:
+    """Makes an operation of a cache fail for one prompt, or for the sequence of that prompt."""
+
+    def __init__(self, fake: FakeEngine, where: str, prompt: list[int]) -> None:
+        self._fake = fake
+        self._prompt = prompt
+        self._original = getattr(fake.cache, where)
+        self.num_raised = 0
+        setattr(fake.cache, where, self)
+
+    def __call__(self, first, *args):
+        tokens = [first] if isinstance(first, int) else list(first)
+        running = {seq.handle: seq.request for seq in self._fake.scheduler.running}
+        handles = [running[token] for token in tokens if token in running]
+        named = any(request.prompt_token_ids == self._prompt for request in handles)
+        if named or tokens[: len(self._prompt)] == self._prompt:
+            self.num_raised += 1
+            raise KeyError("lost")
+        return self._original(first, *args)
+
+
+@overlapping
+@pytest.mark.parametrize("where", ["match_prefix", "insert", "plan", "reserve", "append_batch"])
+def test_a_planner_that_fails_for_one_request_ends_that_one_alone(overlap, where) -> None:
+    fake = FakeEngine(overlap=overlap)
+    # Handles are small: no token of the prompts is one.
+    prompts = [[token + 500 for token in prompt] for prompt in PROMPTS]
+    requests = [fake.add(prompt) for prompt in prompts]
+    original = getattr(fake.cache, where)
+    fault = _Fault(fake, where, prompts[2])
+    while fault.num_raised == 0:
+        fake.engine.step()
+    setattr(fake.cache, where, original)
+    fake.run()
+    for index, request in enumerate(requests):
+        if index != 2:
+            assert request.error is None
+            assert tokens_of(request) == counted(prompts[index])
+    assert str(requests[2].error) == "request 2 failed: KeyError: 'lost'"
+    assert isinstance(requests[2].error.__cause__, KeyError)
+    fake.engine.check_accounts()
+
+
+@overlapping
+def test_a_planner_that_always_fails_for_two_requests_ends_both_alone(overlap) -> None:
+    fake = FakeEngine(overlap=overlap)
+    prompts = [[token + 500 for token in prompt] for prompt in PROMPTS]
+    requests = [fake.add(prompt) for prompt in prompts]
+    for index in (0, 3):
+        _Fault(fake, "plan", prompts[index])
+    fake.run()
+    assert [request.error is None for request in requests] == [False, True, True, False]
+    assert tokens_of(requests[1]) == counted(prompts[1])
+    fake.engine.check_accounts()
+
+
+@overlapping
+def test_a_sequence_that_cannot_be_removed_at_first_fails_alone_and_leaves_later(overlap) -> None:
+    fake = FakeEngine(overlap=overlap)
+    requests = [fake.add(prompt, max_tokens=4 + i) for i, prompt in enumerate(PROMPTS)]
+    original = fake.cache.remove
+
+    def failing(handle: int):
+        fake.cache.remove = original
+        raise KeyError("lost")
+
+    fake.cache.remove = failing
+    fake.run()
+    assert str(requests[0].error) == "request 0 failed: KeyError: 'lost'"
+    assert [tokens_of(request) for request in requests[1:]] == [
+        counted(PROMPTS[i], 4 + i) for i in (1, 2, 3)
+    ]
+    fake.engine.check_accounts()
+
+
+@overlapping
+def test_a_fork_that_fails_ends_its_request_alone(overlap) -> None:
+    fake = FakeEngine(overlap=overlap)
+    good, bad = fake.add(PROMPTS[0]), fake.add(PROMPTS[1], n=3)
+    fake.cache.fork = lambda handle: 1 / 0
+    fake.run()
+    assert tokens_of(good) == counted(PROMPTS[0])
+    assert isinstance(bad.error.__cause__, ZeroDivisionError)
+    fake.engine.check_accounts()
+
+
+@overlapping
+@pytest.mark.parametrize("where", ["rewind", "wanted"])
+def test_prompt_logprobs_that_cannot_be_planned_end_their_request_alone(overlap, where) -> None:
+    fake = FakeEngine(overlap=overlap)
+    good, bad = fake.add(PROMPTS[0]), fake.add(PROMPTS[1], prompt_logprobs=1)
+    setattr(fake.cache if where == "rewind" else bad.prompt_logprobs, where, lambda *_: 1 / 0)
+    fake.run()
+    assert tokens_of(good) == counted(PROMPTS[0])
+    assert isinstance(bad.error.__cause__, ZeroDivisionError)
+    fake.engine.check_accounts()
+
+
+def test_one_that_takes_a_prompt_over_and_fails_ends_alone() -> None:
+    fake = FakeEngine(max_num_batched_tokens=16)
+    prompt = list(range(100))
+    first, heir, other = fake.add(prompt), fake.add(prompt), fake.add(PROMPTS[3])
+    fake.engine.step()
+    fake.cache.match_prefix = lambda *_: 1 / 0
+    fake.engine.abort([first])
+    del fake.cache.match_prefix
+    fake.run()
+    assert isinstance(heir.error.__cause__, ZeroDivisionError)
+    assert other.error is None or isinstance(other.error.__cause__, ZeroDivisionError)
     fake.engine.check_accounts()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,8 +14,8 @@ from chunkcache.engine.fair_lock import FairLock
 from chunkcache.engine.scheduler import Scheduler
 from chunkcache.engine.sequence import NO_HANDLE, Request, Sequence, Status
 from chunkcache.engine.stats import EngineStats
-from chunkcache.engine.step import PlannedStep, plan_step
-from chunkcache.errors import ChunkCacheError, EngineError, StalePlanError
+from chunkcache.engine.step import PlannedStep, find_culprits, plan_step
+from chunkcache.errors import ChunkCacheError, EngineError, OutOfChunksError
 
 # One step runs while the next one waits for its end; further ones would be planned on more tokens
 # that nobody knows.
@@ -99,11 +100,12 @@ class Engine:
 
         Returns:
             The requests that have something new: output pieces, their end, or an error. A request
-            that the pool cannot hold, whose sampler or whose text fails gets its error set.
+            that the pool cannot hold, or for which the planner, the sampler or the text fails, gets
+            its error set, and the others go on.
 
         Raises:
-            EngineError: the model, or the planning of a step failed. Every request of the engine
-                has got this error then; new ones may be added.
+            EngineError: the model failed, or the planning of a step, but for none of its requests
+                alone. Every request of the engine has got this error then; new ones may be added.
         """
         with self._exclusively():
             try:
@@ -173,12 +175,21 @@ class Engine:
 
     def _fill_pipeline(self) -> None:
         while len(self._flights) < _MAX_IN_FLIGHT:
-            schedule = self._scheduler.schedule(bool(self._flights))
-            for request, error in schedule.refused:
-                self._end_with(request, error)
-            if not schedule.items:
+            items = self._scheduler.schedule(bool(self._flights))
+            self._end_failed()
+            if not items:
                 return
-            planned = plan_step(self._cache, schedule.items, self._scheduler.sharing)
+            try:
+                before = self._flights[-1].planned if self._flights else None
+                planned = plan_step(self._cache, items, self._scheduler.sharing, before)
+            except Exception as error:
+                culprits = find_culprits(self._cache, items, self._scheduler.sharing)
+                if not culprits:
+                    raise error
+                for item, own in culprits:
+                    request = item.sequence.request
+                    self._end_with(request, _failure_of(request, own))
+                continue
             self._note_peaks()
             try:
                 running = self._executor.submit(planned.step)
@@ -196,16 +207,20 @@ class Engine:
         with planned.step.plan as plan:
             self._cache.commit(plan)
         is_wanted = False
-        for item, num_prompt_rows in zip(planned.scheduled, planned.num_prompt_rows, strict=True):
-            item.sequence.request.output.num_computed_prompt_tokens += num_prompt_rows
-            if item.sequence.status is Status.RUNNING:
-                item.sequence.num_committed += item.num_tokens
+        for (sequence, num_tokens), num_prompt_rows in zip(
+            planned.scheduled, planned.num_prompt_rows, strict=True
+        ):
+            if num_prompt_rows:
+                sequence.request.output.num_computed_prompt_tokens += num_prompt_rows
+            if sequence.status is Status.RUNNING:
+                sequence.num_committed += num_tokens
                 is_wanted = True
         for index, error in result.prompt_errors.items():
             request = planned.step.prompt_rows[index].sequence.request
             if request.number in self._requests:
                 self._end_with(request, _failure_of(request, error))
         num_taken = self._take_tokens(planned.picking, result)
+        self._end_failed()
         self._count_step(planned, result, num_taken)
         # What is computed for nobody may end long before the next work comes.
         self._last_end = result.end if is_wanted and self._requests else None
@@ -215,6 +230,7 @@ class Engine:
         going_on: list[Sequence] = []
         ended: list[Sequence] = []
         num_taken = 0
+        now = time.perf_counter()
         for index, sequence in enumerate(picking):
             if sequence.status is Status.FINISHED:
                 continue
@@ -222,7 +238,7 @@ class Engine:
             try:
                 if index in result.errors:
                     raise result.errors[index]
-                self._accept(sequence, index, result)
+                self._accept(sequence, index, result, now)
             except Exception as error:
                 self._end_with(sequence.request, _failure_of(sequence.request, error))
                 continue
@@ -241,14 +257,18 @@ class Engine:
             self._end(sequence)
         return num_taken
 
-    def _accept(self, sequence: Sequence, index: int, result: StepResult) -> None:
+    def _accept(self, sequence: Sequence, index: int, result: StepResult, now: float) -> None:
         request = sequence.request
         piece = sequence.accept(
-            result.tokens[index], result.logprobs[index], completes=index in result.completes
+            result.tokens[index],
+            result.logprobs[index],
+            completes=index in result.completes,
+            now=now,
         )
         if math.isnan(request.output.time_to_first_token):
             request.output.time_to_first_token = sequence.output.token_times[-1]
-        request.pieces.append(piece)
+        if piece is not None:
+            request.pieces.append(piece)
         self._news[request.number] = request
 
     def _end(self, sequence: Sequence) -> None:
@@ -258,6 +278,11 @@ class Engine:
         if request.finished and request.number in self._requests:
             request.output.latency = sequence.output.token_times[-1]
             del self._requests[request.number]
+
+    def _end_failed(self) -> None:
+        for request, error in self._scheduler.take_failed():
+            is_plain = isinstance(error, OutOfChunksError)
+            self._end_with(request, error if is_plain else _failure_of(request, error))
 
     def _end_with(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -278,6 +303,9 @@ class Engine:
             self._last_end = None
             self._await_flights()
             self._executor.recover()
+            self._scheduler.give_back()
+            # Nobody is left to be told.
+            self._scheduler.take_failed()
 
     def _await_flights(self) -> None:
         # Whoever wanted their tokens is gone, or has got the first error.
@@ -287,7 +315,7 @@ class Engine:
                 self._flights[0].running.result()
             except ModelStepError:
                 failed = True
-            with self._flights.popleft().planned.step.plan as plan, suppress(StalePlanError):
+            with self._flights.popleft().planned.step.plan as plan, suppress(Exception):
                 if not failed:
                     self._cache.commit(plan)
 
@@ -295,9 +323,12 @@ class Engine:
         """End every request with an error, and be ready for new ones."""
         message = f"{what}; this ended all {len(self._requests)} requests of the engine"
         for request in list(self._requests.values()):
-            self._end_with(request, _caused(message, cause))
+            # Whatever fails on the way out must not keep the others from being told.
+            with suppress(Exception):
+                self._end_with(request, _caused(message, cause))
         self._await_flights()
         self._executor.recover()
+        self._scheduler.take_failed()
         self._news = {}
         return _caused(message, cause)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, a byte-level token at least one: what still does not decode
@@ -20,8 +24,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         """Start with no tokens."""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = _decoder_of(tokenizer, skip_special_tokens)
         self._ids: list[int] = []
         # Tokens before `_read` are in the text; decoding from `_context` on, rather than from
         # `_read`, keeps the spaces that a tokenizer drops at the start of a text.
@@ -30,8 +33,23 @@ class Detokenizer:
         # Characters of the tokens from `_read` on that are in the text already.
         self._num_shown = 0
 
-    def push(self, token_id: int) -> str:
-        """Add a token and return the text that is now certain, "" if none is."""
+    def push(self, *token_ids: int) -> str:
+        """Add tokens and return the text that is now certain, "" if none is.
+
+        All at once or one by one, they make the same text.
+        """
+        if len(token_ids) == 1:
+            return self._push(token_ids[0])
+        known = len(self._ids)
+        self._ids += token_ids
+        begin, text = self._undecided()
+        if len(text) > begin and _REPLACEMENT not in text:
+            return self._take(begin, text)
+        # Which broken characters are shown depends on the tokens before which they stood last.
+        del self._ids[known:]
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
         begin, text = self._undecided()
         held = len(self._ids) - self._read
@@ -40,32 +58,69 @@ class Detokenizer:
             certain = text.rstrip(_REPLACEMENT)[begin:]
             self._num_shown += len(certain)
             return certain
-        if len(text) <= begin:
-            return ""
-        self._context, self._read, self._num_shown = self._read, len(self._ids), 0
-        return text[begin:]
+        return self._take(begin, text) if len(text) > begin else ""
 
     def finish(self) -> str:
         """Return the text still held back, without incomplete characters."""
         begin, text = self._undecided()
-        self._context = self._read = len(self._ids)
-        self._num_shown = 0
-        return text[begin:].rstrip(_REPLACEMENT)
+        return self._take(begin, text).rstrip(_REPLACEMENT)
 
     def _undecided(self) -> tuple[int, str]:
         """Return the text from `_context` on, and where in it that begins which was not shown."""
-        context = self._decode(self._context, self._read)
-        return len(context) + self._num_shown, self._decode(self._context, len(self._ids))
+        context = self._decode(self._ids[self._context : self._read])
+        text = self._decode(self._ids[self._context :])
+        return len(context) + self._num_shown, text
 
-    def _decode(self, begin: int, end: int) -> str:
-        if begin == end:
+    def _take(self, begin: int, text: str) -> str:
+        """Count all tokens as shown; the last ones that were read are the next ones' context."""
+        self._context, self._read, self._num_shown = self._read, len(self._ids), 0
+        return text[begin:]
+
+
+class _Decoder:
+    """Decodes token ids as one tokenizer does, again and again."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        """Take the backend's own function, where transformers adds nothing to it but time."""
+        kind = type(tokenizer)
+        if all(
+            getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name)
+            for name in ("decode", "_decode", "backend_tokenizer")
+        ):
+            self._decode = partial(
+                tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens
+            )
+        else:
+            self._decode = partial(
+                tokenizer.decode,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        #: The texts of single tokens: most often one token is the context of the next.
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, token_ids: list[int]) -> str:
+        """Return the text of ``token_ids``."""
+        if len(token_ids) > 1:
+            text: str = self._decode(token_ids)
+            return text
+        if not token_ids:
             return ""
-        text: str = self._tokenizer.decode(
-            self._ids[begin:end],
-            skip_special_tokens=self._skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return text
+        token = token_ids[0]
+        if token not in self._texts:
+            self._texts[token] = self._decode(token_ids)
+        return self._texts[token]
+
+
+_decoders: WeakKeyDictionary[Any, dict[bool, _Decoder]] = WeakKeyDictionary()
+
+
+def _decoder_of(tokenizer: Any, skip_special_tokens: bool) -> _Decoder:
+    """Return the decoder that all texts of a tokenizer use."""
+    made = _decoders.setdefault(tokenizer, {})
+    if skip_special_tokens not in made:
+        made[skip_special_tokens] = _Decoder(tokenizer, skip_special_tokens)
+    return made[skip_special_tokens]
 
 
 class StopStrings:
@@ -96,6 +151,8 @@ class StopStrings:
             text: the next piece.
             counts: whether a stop string that is complete in this piece ends the text.
         """
+        if not self._strings:
+            return text
         self._held += text
         if not counts:
             self._num_exempt = len(self._held)

@@ -223,7 +223,9 @@ class LLM:
                 what is pinned; nothing has started then.
             EngineError: the model, the sampler or the planning of a step failed.
         """
-        requests = self._requests(prompts, sampling_params, cache_salt, priority, lora)
+        requests = self._requests(
+            prompts, sampling_params, cache_salt, priority, lora, streams=bool(stream)
+        )
         if stream:
             return self._stream(requests, bool(progress))
         show = sys.stderr.isatty() if progress is None else progress
@@ -295,7 +297,6 @@ class LLM:
 
     def _stream(self, requests: list[Request], progress: bool) -> Iterator[StreamOutput]:
         unfinished = list(requests)
-        num_tokens = 0
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
                 self.engine.add(requests)
@@ -305,18 +306,26 @@ class LLM:
                     left = [request for request in unfinished if not request.finished]
                     for request in unfinished:
                         while request.pieces:
-                            num_tokens += 1
                             yield request.pieces.popleft()
                         if request.error is not None:
                             raise request.error
-                    bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
-                    bar.update(len(unfinished) - len(left))
+                    if progress:
+                        tokens = sum(request.num_generated_tokens for request in requests)
+                        bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                        bar.update(len(unfinished) - len(left))
                     unfinished = left
             finally:
                 self.engine.abort(unfinished)
 
     def _requests(
-        self, prompts: Any, sampling_params: Any, cache_salt: Any, priority: Any, lora: Any
+        self,
+        prompts: Any,
+        sampling_params: Any,
+        cache_salt: Any,
+        priority: Any,
+        lora: Any,
+        *,
+        streams: bool,
     ) -> list[Request]:
         tokenized = tokenize(prompts, self.tokenizer, self.spec.vocab_size)
         params = arguments.params_for_each(sampling_params, len(tokenized))
@@ -351,6 +360,7 @@ class LLM:
                 tokenizer=self.tokenizer,
                 grammar=grammars[index],
                 lora=loras[index],
+                streams=streams,
             )
             for index, prompt in enumerate(tokenized)
         ]

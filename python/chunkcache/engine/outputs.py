@@ -71,7 +71,7 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StreamOutput:
     """A piece of one sample, as `LLM.generate` streams it.
 

@@ -32,7 +32,7 @@ class LogitsAdjuster:
         bias = params.logit_bias or {}
         self._biased = np.fromiter(bias.keys(), np.int64, len(bias))
         self._bias = np.fromiter(bias.values(), np.float64, len(bias))
-        self._ends = np.unique(np.fromiter(end_token_ids, np.int64))
+        self._ends = np.fromiter(end_token_ids if params.min_tokens else (), np.int64)
         self._counts_tokens = bool(params.frequency_penalty or params.presence_penalty)
         self._repeats = params.repetition_penalty != 1
         self._seen: set[int] = set(prompt_token_ids) if self._repeats else set()

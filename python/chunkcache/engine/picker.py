@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +55,8 @@ class SampleState:
         self.draws = None if params.greedy else Draws(seed, index)
         self._grammar = None if grammar is None else grammar.begin()
         self._adjuster = LogitsAdjuster(params, prompt_token_ids, end_token_ids)
-
-    @property
-    def takes_best(self) -> bool:
-        """Whether the token is that of the highest logit, and nothing is told of the others."""
-        return (
+        #: Whether the token is that of the highest logit, and nothing is told of the others.
+        self.takes_best = (
             self.draws is None
             and self._grammar is None
             and self._adjuster.changes_nothing
@@ -98,8 +96,7 @@ class SampleState:
         return token
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """A token to pick for ``state`` from row ``row`` of the step's logits."""
 
     row: int
@@ -126,6 +123,8 @@ class Picked:
 
     def failed(self, tokens: Sequence[int]) -> dict[int, Exception]:
         """Return the picks that failed, by their index, given ``tokens`` on the host."""
+        if NO_TOKEN not in tokens:
+            return self.errors
         not_finite = (i for i, token in enumerate(tokens) if token == NO_TOKEN)
         found = {i: ChunkCacheError("the model's logits are not finite") for i in not_finite}
         return {**found, **self.errors}

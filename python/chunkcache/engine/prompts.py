@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from chunkcache import _core
 from chunkcache.errors import InvalidConfigError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -22,10 +24,17 @@ _ALLOWED = "a text, a list of token ids, a list of chat messages, or a list of t
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt as the engine takes it; ``text`` is None if it came as token ids."""
+    """A prompt as the engine takes it.
+
+    Attributes:
+        text: None if it came as token ids.
+        token_ids: its tokens.
+        array: the same, uint32 ``[tokens]``, where that is at hand.
+    """
 
     text: str | None
     token_ids: list[int]
+    array: npt.NDArray[np.uint32] | None = field(default=None, repr=False, compare=False)
 
 
 def tokenize(prompts: Any, tokenizer: Any | None, vocab_size: int) -> list[TokenizedPrompt]:
@@ -72,9 +81,13 @@ def _tokenize_one(
     name = f"prompt {index}"
     prompt = _without_arrays(prompt)
     text: str | None = None
+    array: npt.NDArray[np.uint32] | None = None
+    # One by one in Python costs as much as a step of the model, for many long prompts in the cache.
     if isinstance(prompt, str):
         text = prompt
         token_ids = _encode(text, tokenizer, name, add_special_tokens=True)
+    elif isinstance(prompt, list) and (ids := _core.token_array(prompt, vocab_size)) is not None:
+        token_ids, array = list(prompt), ids
     elif _is_list(prompt) and all(issubclass(kind, _ITEMS) for kind in set(map(type, prompt))):
         if prompt and isinstance(prompt[0], Mapping):
             text = _render_chat(prompt, tokenizer, name)
@@ -85,13 +98,10 @@ def _tokenize_one(
         raise InvalidConfigError(f"{name} is a {type(prompt).__name__}; allowed is {_ALLOWED}")
     if not token_ids:
         raise InvalidConfigError(f"{name} is empty; allowed is at least one token")
-    return TokenizedPrompt(text, token_ids)
+    return TokenizedPrompt(text, token_ids, array)
 
 
 def _check_ids(prompt: Any, vocab_size: int, name: str) -> list[int]:
-    # One by one costs as much as a step of the model, for many long prompts that are cached.
-    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
-        return list(prompt)
     token_ids = []
     for token in prompt:
         if isinstance(token, (bool, Mapping)) or not 0 <= token < vocab_size:

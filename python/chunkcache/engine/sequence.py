@@ -36,6 +36,7 @@ class Sequence:
     `length` tokens long, of which the last ``num_pending`` have no id yet.
 
     Attributes:
+        num_prompt_tokens: tokens of the request's prompt.
         rank: the class that it is served in; its request's priority, or better by ageing.
         state: what the picks of its tokens depend on; the picker's.
         handle: its handle in the cache while it is running.
@@ -55,6 +56,7 @@ class Sequence:
         self.request = request
         self.index = index
         self.status = Status.WAITING
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.rank = request.priority
         self.output = CompletionOutput(index)
         end_token_ids = request.eos_token_ids.union(params.stop_ids)
@@ -63,14 +65,19 @@ class Sequence:
         self.state = SampleState(
             params, seed, index, request.prompt_token_ids, end_token_ids, request.grammar
         )
-        self.num_tokens = len(request.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
         self.num_pending = 0
         self.last_pick = 0
         self.leave()
-        self._tokens = np.empty(self.num_tokens + request.max_tokens, dtype=np.uint32)
-        self._tokens[: self.num_tokens] = request.prompt_token_ids
+        self._max_tokens = self.num_prompt_tokens + request.max_tokens
+        self._tokens = np.empty(self._max_tokens, dtype=np.uint32)
+        self._tokens[: self.num_tokens] = request.prompt_array
+        self._stop_ids = frozenset(params.stop_ids)
+        self._end_ids = frozenset() if params.ignore_eos else request.eos_token_ids
         self._detokenizer = tokenizer and Detokenizer(tokenizer, params.skip_special_tokens)
         self._stop = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        # Text that nobody looks at on the way is made at the end, all at once.
+        self._defers_text = not (request.streams or params.stop_strings)
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
@@ -107,16 +114,16 @@ class Sequence:
 
         The last token that a request may generate is not computed.
         """
-        if len(self.output.token_ids) + self.num_pending >= self.request.max_tokens:
-            return 0
-        return self.length - self.num_scheduled
+        length = self.num_tokens + self.num_pending
+        return length - self.num_scheduled if length < self._max_tokens else 0
 
     @property
     def decoding(self) -> bool:
         """Whether the one uncomputed token is one that was generated here."""
+        length = self.num_tokens + self.num_pending
         return (
-            self.num_uncomputed == 1
-            and self.length > self.request.num_prompt_tokens
+            length == self.num_scheduled + 1
+            and self.num_prompt_tokens < length < self._max_tokens
             and not self.adopted
         )
 
@@ -125,62 +132,75 @@ class Sequence:
         """Return the key by which older sequences go first."""
         return self.request.number, self.index
 
+    def token(self, position: int) -> int:
+        """Return a known token by its position."""
+        return int(self._tokens[position])
+
     def accept(
-        self, token: int, logprobs: dict[int, Logprob] | None = None, *, completes: bool = False
-    ) -> StreamOutput:
+        self,
+        token: int,
+        logprobs: dict[int, Logprob] | None = None,
+        *,
+        completes: bool = False,
+        now: float | None = None,
+    ) -> StreamOutput | None:
         """Add a generated token and return the piece of output that it makes.
 
         Args:
             token: its id.
             logprobs: its log-probabilities, if they are wanted.
             completes: whether the grammar of a guided text lets nothing follow.
+            now: when it came, on the clock of `time.perf_counter`; now by default.
+
+        Returns:
+            The piece; None if nobody takes the request's pieces.
         """
+        request, output = self.request, self.output
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
-        self.output.token_times.append(time.perf_counter() - self.request.output.arrival_time)
-        self.output.token_ids.append(token)
-        request, params = self.request, self.request.params
-        ends = not params.ignore_eos and token in request.eos_token_ids
+        now = time.perf_counter() if now is None else now
+        output.token_times.append(now - request.output.arrival_time)
+        output.token_ids.append(token)
+        ends = token in self._end_ids
         if completes and request.grammar is not None:
             ends = ends or token in request.grammar.end_token_ids
-        text = self._text_of(token) if not ends else ""
+        text = "" if ends or self._defers_text else self._text_of(token)
         if self._stop.matched is not None:
-            self.output.finish_reason, self.output.stop_reason = "stop", self._stop.matched
+            output.finish_reason, output.stop_reason = "stop", self._stop.matched
         elif ends or completes:
-            self.output.finish_reason = "stop"
-        elif token in params.stop_ids:
-            self.output.finish_reason, self.output.stop_reason = "stop", token
-        elif len(self.output.token_ids) >= request.max_tokens:
-            self.output.finish_reason = "length"
-        if self.output.finish_reason is not None and self._stop.matched is None:
+            output.finish_reason = "stop"
+        elif token in self._stop_ids:
+            output.finish_reason, output.stop_reason = "stop", token
+        elif self.num_tokens >= self._max_tokens:
+            output.finish_reason = "length"
+        if output.finish_reason is not None and self._stop.matched is None:
+            if self._defers_text:
+                text = self._text_of(*(output.token_ids[:-1] if ends else output.token_ids))
             text += self._remaining_text()
-        self.output.text += text
-        return StreamOutput(
-            request.index,
-            self.index,
-            text,
-            [token],
-            self.output.finish_reason,
-            request.output,
-            self._add_logprobs(token, logprobs),
-        )
+        if text:
+            output.text += text
+        added = None if logprobs is None else self._add_logprobs(token, logprobs)
+        if not request.streams:
+            return None
+        reason = output.finish_reason
+        return StreamOutput(request.index, self.index, text, [token], reason, request.output, added)
 
     def _add_logprobs(
-        self, token: int, logprobs: dict[int, Logprob] | None
+        self, token: int, logprobs: dict[int, Logprob]
     ) -> list[dict[int, Logprob]] | None:
         output = self.output
-        if logprobs is None or output.logprobs is None or output.cumulative_logprob is None:
+        if output.logprobs is None or output.cumulative_logprob is None:
             return None
         added = [with_text(logprobs, self.request.tokenizer)]
         output.logprobs += added
         output.cumulative_logprob += logprobs[token].logprob
         return added
 
-    def _text_of(self, token: int) -> str:
+    def _text_of(self, *tokens: int) -> str:
         if self._detokenizer is None:
             return ""
         counts = len(self.output.token_ids) > self.request.params.min_tokens
-        return self._stop.push(self._detokenizer.push(token), counts=counts)
+        return self._stop.push(self._detokenizer.push(*tokens), counts=counts)
 
     def _remaining_text(self) -> str:
         if self._detokenizer is None:
@@ -213,6 +233,7 @@ class Request:
         grammar: Grammar | None = None,
         lora: str | None = None,
         arrival_time: float | None = None,
+        streams: bool = True,
     ) -> None:
         """Set up all samples.
 
@@ -230,6 +251,8 @@ class Request:
             grammar: what the text has to keep to.
             lora: name of its adapter; None for the bare model.
             arrival_time: when it came, on the clock of `time.perf_counter`; now by default.
+            streams: whether somebody takes its output piece by piece. If not, there are no pieces,
+                and the texts may come with their ends.
         """
         self.number = -1
         self.index = index
@@ -241,7 +264,11 @@ class Request:
         self.tokenizer = tokenizer
         self.grammar = grammar
         self.lora = lora
+        self.streams = streams
         self.prompt_token_ids = prompt.token_ids
+        self.prompt_array = (
+            np.array(prompt.token_ids, dtype=np.uint32) if prompt.array is None else prompt.array
+        )
         self.sequences = [Sequence(self, i, seed, tokenizer) for i in range(params.n)]
         self.output = RequestOutput(
             request_id,
@@ -264,6 +291,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Return the length of the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Return how many tokens all samples have together."""
+        return sum(len(sequence.output.token_ids) for sequence in self.sequences)
 
     @property
     def leader(self) -> Sequence:

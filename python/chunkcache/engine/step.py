@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,27 +16,11 @@ from chunkcache.engine.picker import Pick
 from chunkcache.engine.sequence import Sequence, Status
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A sequence and how many of its uncomputed tokens the step computes."""
 
     sequence: Sequence
     num_tokens: int
-
-    @property
-    def num_prompt_rows(self) -> int:
-        """Return how many of them are of the prompt, until the step is planned."""
-        num_left = self.sequence.request.num_prompt_tokens - self.sequence.num_scheduled
-        return max(0, min(self.num_tokens, num_left))
-
-    @property
-    def prompt_positions(self) -> range:
-        """Return the positions whose logits log-probabilities of the prompt need."""
-        request = self.sequence.request
-        if request.prompt_logprobs is None or self.sequence is not request.leader:
-            return range(0)
-        begin = self.sequence.num_scheduled
-        return request.prompt_logprobs.wanted(begin, begin + self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,58 +87,151 @@ class PlannedStep:
 
 
 def plan_step(
-    cache: ChunkCache, scheduled: Sequence_[ScheduledSequence], sharing: bool
+    cache: ChunkCache,
+    scheduled: Sequence_[ScheduledSequence],
+    sharing: bool,
+    before: PlannedStep | None = None,
 ) -> PlannedStep:
     """Plan a step, and note in its sequences what it computes and picks for them.
 
-    With ``sharing``, the samples of a prompt that wait for it get their first token with it.
+    Args:
+        cache: holds the sequences.
+        scheduled: what the step computes.
+        sharing: whether the samples of a prompt that wait for it get their first token with it.
+        before: the step in flight that was planned last, None if there is none.
     """
-    ends = list(accumulate(item.num_tokens for item in scheduled))
-    plan = cache.plan([item.sequence.handle for item in scheduled], [0, *ends])
-    token_ids = np.empty(ends[-1], dtype=np.int64)
-    pending: list[tuple[int, int]] = []
-    logits_rows: list[int] = []
-    picks: list[Pick] = []
-    picking: list[Sequence] = []
-    prompt_rows: list[tuple[Sequence, list[int]]] = []
-    num_prompt_rows = [item.num_prompt_rows for item in scheduled]
-    decoding_only = len(scheduled) == ends[-1] and not any(num_prompt_rows)
-    for item, end in zip(scheduled, ends, strict=True):
-        sequence, begin = item.sequence, end - item.num_tokens
-        known = sequence.tokens[sequence.num_scheduled :][: item.num_tokens]
-        token_ids[begin : begin + len(known)] = known
-        if len(known) < item.num_tokens:
-            pending.append((end - 1, sequence.last_pick))
-        if item.num_tokens == sequence.num_uncomputed:
-            new = [sequence, *(_waiting_siblings(sequence) if sharing else [])]
-            picks += [Pick(len(logits_rows), member.state) for member in new]
-            picking += new
-            logits_rows.append(end - 1)
-        if item.prompt_positions:
-            first = begin - sequence.num_scheduled
-            prompt_rows.append((sequence, [first + at for at in item.prompt_positions]))
-        sequence.num_scheduled += item.num_tokens
-    for index, sequence in enumerate(picking):
+    planned = _repeat(cache, scheduled, before) or _lay_out(cache, scheduled, sharing)
+    for sequence, num_tokens in scheduled:
+        sequence.num_scheduled += num_tokens
+    for index, sequence in enumerate(planned.picking):
         sequence.last_pick = index
         sequence.num_pending += 1
-    rows, indices = np.array(pending, dtype=np.int64).reshape(-1, 2).T
-    # Placeholders: the executor puts the tokens in.
-    token_ids[rows] = 0
-    collecting: list[PromptRows] = []
-    for sequence, wanted in prompt_rows:
-        collecting.append(PromptRows(sequence, len(logits_rows), len(logits_rows) + len(wanted)))
-        logits_rows += wanted
-    step = Step(
-        plan,
-        token_ids,
-        rows,
-        indices,
-        np.array(logits_rows, dtype=np.int64),
-        picks,
-        collecting,
-        _adapter_rows(scheduled),
-    )
-    return PlannedStep(step, scheduled, num_prompt_rows, picking, decoding_only)
+    return planned
+
+
+def _repeat(
+    cache: ChunkCache, scheduled: Sequence_[ScheduledSequence], before: PlannedStep | None
+) -> PlannedStep | None:
+    """Plan what only decodes the sequences that ``before`` decodes; None if that is not all."""
+    if before is None or not before.decoding_only or len(before.picking) != len(scheduled):
+        return None
+    for (sequence, num_tokens), picking in zip(scheduled, before.picking, strict=True):
+        if sequence is not picking or num_tokens != 1 or sequence.num_pending != 1:
+            return None
+    step = before.step
+    if len(step.logits_rows) != len(scheduled):
+        return None
+    plan = cache.plan([item.sequence.handle for item in scheduled])
+    # Row i is of sequence i, whose token is pick i of the step before.
+    rows = step.logits_rows
+    token_ids = np.zeros(len(scheduled), dtype=np.int64)
+    step = replace(step, plan=plan, token_ids=token_ids, pending_rows=rows, pending_picks=rows)
+    return replace(before, step=step, scheduled=scheduled)
+
+
+def find_culprits(
+    cache: ChunkCache, scheduled: Sequence_[ScheduledSequence], sharing: bool
+) -> list[tuple[ScheduledSequence, Exception]]:
+    """Return those for which a step cannot be planned, and why: without them it can."""
+    sound: list[ScheduledSequence] = []
+    culprits: list[tuple[ScheduledSequence, Exception]] = []
+    for item in scheduled:
+        try:
+            planned = _lay_out(cache, [*sound, item], sharing)
+        except Exception as error:
+            culprits.append((item, error))
+        else:
+            planned.step.plan.close()
+            sound.append(item)
+    return culprits
+
+
+def _lay_out(
+    cache: ChunkCache, scheduled: Sequence_[ScheduledSequence], sharing: bool
+) -> PlannedStep:
+    ends = list(accumulate(item.num_tokens for item in scheduled))
+    one_each = len(scheduled) == ends[-1]
+    handles = [item.sequence.handle for item in scheduled]
+    plan = cache.plan(handles, None if one_each else [0, *ends])
+    try:
+        rows = _Rows(np.zeros(ends[-1], dtype=np.int64))
+        for item, end in zip(scheduled, ends, strict=True):
+            rows.add(item, end, sharing)
+        return PlannedStep(
+            rows.step(plan, _adapter_rows(scheduled)),
+            scheduled,
+            rows.num_prompt_rows,
+            rows.picking,
+            one_each and not any(rows.num_prompt_rows),
+        )
+    except BaseException:
+        plan.close()
+        raise
+
+
+class _Rows:
+    """The rows of a step, gathered one sequence after the other."""
+
+    def __init__(self, token_ids: npt.NDArray[np.int64]) -> None:
+        """Begin with no sequence; the executor puts in tokens that are not known yet."""
+        self._token_ids = token_ids
+        self._pending_rows: list[int] = []
+        self._pending_picks: list[int] = []
+        self._logits_rows: list[int] = []
+        self._picks: list[Pick] = []
+        self._prompt_rows: list[tuple[Sequence, list[int]]] = []
+        self.picking: list[Sequence] = []
+        self.num_prompt_rows: list[int] = []
+
+    def add(self, item: ScheduledSequence, end: int, sharing: bool) -> None:
+        """Add the rows of a sequence, of which ``end`` is the first that is another's."""
+        sequence, num_tokens = item
+        first = sequence.num_scheduled
+        num_known = min(sequence.num_tokens - first, num_tokens)
+        if num_known == 1:
+            self._token_ids[end - num_tokens] = sequence.token(first)
+        elif num_known > 1:
+            begin = end - num_tokens
+            self._token_ids[begin : begin + num_known] = sequence.tokens[first : first + num_known]
+        if num_known < num_tokens:
+            self._pending_rows.append(end - 1)
+            self._pending_picks.append(sequence.last_pick)
+        num_prompt_tokens = sequence.num_prompt_tokens
+        self.num_prompt_rows.append(max(0, min(num_tokens, num_prompt_tokens - first)))
+        if num_tokens == sequence.num_uncomputed:
+            row = len(self._logits_rows)
+            self._logits_rows.append(end - 1)
+            self._picks.append(Pick(row, sequence.state))
+            self.picking.append(sequence)
+            if sharing and len(sequence.request.sequences) > 1:
+                siblings = _waiting_siblings(sequence)
+                self._picks += [Pick(row, sibling.state) for sibling in siblings]
+                self.picking += siblings
+        collected = sequence.request.prompt_logprobs
+        if collected is not None and sequence is sequence.request.leader:
+            wanted = collected.wanted(first, first + num_tokens)
+            if wanted:
+                shift = end - num_tokens - first
+                self._prompt_rows.append((sequence, [shift + at for at in wanted]))
+
+    def step(self, plan: Plan, adapter_rows: list[AdapterRows]) -> Step:
+        """Return the step of all that was added."""
+        logits_rows = self._logits_rows
+        collecting: list[PromptRows] = []
+        for sequence, wanted in self._prompt_rows:
+            begin = len(logits_rows)
+            collecting.append(PromptRows(sequence, begin, begin + len(wanted)))
+            logits_rows += wanted
+        return Step(
+            plan,
+            self._token_ids,
+            np.array(self._pending_rows, dtype=np.int64),
+            np.array(self._pending_picks, dtype=np.int64),
+            np.array(logits_rows, dtype=np.int64),
+            self._picks,
+            collecting,
+            adapter_rows,
+        )
 
 
 def _adapter_rows(scheduled: Sequence_[ScheduledSequence]) -> list[AdapterRows]:

@@ -37,6 +37,8 @@ mod _core {
         Stats, TruncateResult,
     };
     #[pymodule_export]
+    use crate::tokens::token_array;
+    #[pymodule_export]
     use crate::tree::PyPrefixTree;
     #[pymodule_export]
     use crate::work::cut_tables;

@@ -8,11 +8,12 @@ use pyo3::buffer::{ElementType, PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyByteArray, PyBytes, PyList, PyTuple};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyTuple};
 
 use crate::args::refused;
 use crate::described::is_bag;
 use crate::errors::to_python;
+use crate::numpy::uint32_array;
 
 const ALLOWED_TOKEN: &str = "an integer from 0 to 4294967295";
 const ALLOWED_TOKENS: &str =
@@ -165,4 +166,25 @@ where
 fn not_an_id(py: Python<'_>, name: &str, index: usize, id: impl Display) -> PyErr {
     let argument = format!("{name}[{index}]");
     to_python(py, Error::invalid(argument, id, ALLOWED_TOKEN))
+}
+
+/// A list of token ids as a uint32 array; none if it has anything but integers from 0 to below
+/// `vocab_size`.
+///
+/// It only tells that something is wrong: the caller finds out what, and says so in its own words.
+#[pyfunction]
+#[pyo3(signature = (token_ids, vocab_size))]
+pub fn token_array<'py>(
+    py: Python<'py>,
+    token_ids: &Bound<'py, PyList>,
+    vocab_size: u32,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let mut ids = Vec::with_capacity(token_ids.len());
+    for item in token_ids.iter() {
+        match item.extract::<u32>() {
+            Ok(id) if id < vocab_size && item.is_exact_instance_of::<PyInt>() => ids.push(id),
+            _ => return Ok(None),
+        }
+    }
+    uint32_array(py, &ids).map(Some)
 }
