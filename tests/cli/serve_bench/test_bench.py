@@ -15,6 +15,7 @@ from chunkcache.cli.serve_bench.clock import VirtualClock
 from chunkcache.cli.serve_bench.contenders import EngineContender
 from chunkcache.cli.serve_bench.experiments import requests_of_trial
 from chunkcache.cli.serve_bench.report import as_figures, print_report
+from chunkcache.cli.serve_bench.turns import server_limits
 from chunkcache.cli.serve_bench.workload import Row
 from chunkcache.engine.inspection import inspect_model
 from chunkcache.errors import ChunkCacheError, InvalidConfigError
@@ -73,12 +74,13 @@ def test_repeats_are_all_kept(make_options) -> None:
 
 def test_the_search_keeps_within_the_limit(make_options) -> None:
     # A lone request takes 8 steps for 8 tokens, which is 1,000 ms per token.
-    options = make_options(search=True, latency_limit_ms=1500, num_requests=12, max_num_seqs=1)
+    options = make_options(
+        search=True, latency_limit_ms=1500, num_requests=12, max_num_seqs=1, max_trials=12
+    )
     (experiment,) = figures(options)["experiments"]
     search = experiment["contenders"]["sharing on"]["search"]
     within = [t["rps"] for t in search["trials"] if t["latency_ms"] and t["latency_ms"] <= 1500]
-    assert search["is_limit"]
-    assert search["rps"] == max(within)
+    assert search["rps"] == max(within) < search["missed_rps"]
 
 
 def test_a_searched_rate_is_kept_up_for_the_wanted_time(make_options) -> None:
@@ -98,13 +100,112 @@ def test_results_are_handed_out_as_they_come(make_options) -> None:
     def note(result) -> None:
         contenders = result.experiments[-1].contenders.values()
         num_runs = sum(len(contender.summaries) for contender in contenders)
-        num_searches = sum(contender.search is not None for contender in contenders)
-        seen.append((len(result.experiments), num_runs, num_searches))
+        num_trials = sum(len(c.search.trials) for c in contenders if c.search)
+        seen.append((sum(len(c.throughputs) for c in contenders), num_runs, num_trials))
 
+    run(make_options(search=True, max_trials=2, latency_limit_ms=1e6), on_result=note)
+    assert seen == [
+        *[(1, 0, 0), (2, 0, 0)],
+        *[(2, 1, 0), (2, 2, 0)],
+        *[(2, 2, 1), (2, 2, 2), (2, 2, 3), (2, 2, 4)],
+    ]
+
+
+def runs_of(console) -> list[str]:
+    """Return what the benchmark said that it began."""
+    lines = console.file.getvalue().splitlines()
+    return [line.split(": ", 1)[1].split(" (")[0] for line in lines]
+
+
+def test_contenders_take_turns(make_options) -> None:
+    _, console = run(make_options(throughput_runs=2, repeats=2, sample=0))
+    assert runs_of(console) == [
+        *[f"sharing {half}, all at once" for half in ("on", "off", "off", "on")],
+        *[f"sharing {half}, arrivals" for half in ("on", "off", "off", "on")],
+    ]
+
+
+def test_trials_of_a_search_take_turns_from_what_each_gets_through(make_options) -> None:
+    result, console = run(
+        make_options(
+            rows=(Row(64, 64, 8, 0.1),),
+            search=True,
+            sample=0,
+            repeats=0,
+            max_trials=2,
+            latency_limit_ms=1e6,
+        )
+    )
+    (experiment,) = result.experiments
+    on, off = experiment.contenders.values()
+    assert [c.search.trials[0].rps for c in (on, off)] == [c.throughput_rps for c in (on, off)]
+    assert [run.split(", ")[0] for run in runs_of(console)[2:]] == ["sharing on", "sharing off"] * 2
+
+
+def test_where_the_pools_do_not_fit_together_one_comes_after_the_other(
+    make_options, monkeypatch
+) -> None:
+    open_engines: list[str] = []
+    make, close = EngineContender._llm.fget, EngineContender.close
+
+    def made(contender):
+        if contender._open_llm is None:
+            open_engines.append(contender.name)
+            assert len(open_engines) == 1
+        return make(contender)
+
+    def closed(contender) -> None:
+        open_engines.remove(contender.name)
+        close(contender)
+
+    monkeypatch.setattr(EngineContender, "_llm", property(made))
+    monkeypatch.setattr(EngineContender, "close", closed)
+    monkeypatch.setattr(bench_module, "server_limits", one_at_a_time)
     rows = (Row(32, 0, 4, 0.5), Row(32, 32, 4, 0.5))
-    run(make_options(rows=rows, search=True), on_result=note)
-    steps = [(1, 0), (2, 0), (2, 1), (2, 2)]
-    assert seen == [(number, *step) for number in (1, 2) for step in steps]
+    result, console = run(make_options(rows=rows, throughput_runs=0, sample=1))
+    assert [line for line in runs_of(console) if line != "comparing outputs"] == [
+        *["sharing on, arrivals"] * 2,
+        *["sharing off, arrivals"] * 2,
+    ]
+    for experiment in result.experiments:
+        assert experiment.contenders["sharing off"].comparison.equal
+    assert open_engines == []
+
+
+def one_at_a_time(*arguments):
+    limits, _ = server_limits(*arguments)
+    return limits, 1
+
+
+def test_what_the_time_limit_leaves_out_is_said(make_options) -> None:
+    rows = (Row(32, 0, 8, 1.0), Row(32, 32, 8, 1.0))
+    options = make_options(rows=rows, throughput_runs=0, sample=0, time_limit=40.0)
+    result, console = run(options)
+    first, second = result.experiments
+    assert all(len(c.summaries) == 1 for c in first.contenders.values())
+    assert not any(c.out_of_time for c in first.contenders.values())
+    assert second.contenders["sharing off"].summaries == []
+    assert second.contenders["sharing off"].out_of_time
+    print_report(result, [], console)
+    assert "sharing off: the time limit came before everything" in console.file.getvalue()
+
+
+def test_a_search_leaves_the_next_row_its_share_of_the_time(make_options) -> None:
+    rows = (Row(32, 0, 4, 1.0), Row(32, 32, 4, 1.0))
+    options = make_options(
+        rows=rows,
+        throughput_runs=0,
+        repeats=0,
+        sample=0,
+        search=True,
+        max_trials=50,
+        tolerance=1e-6,
+        latency_limit_ms=2000,
+        time_limit=400.0,
+    )
+    result, _ = run(options)
+    for experiment in result.experiments:
+        assert all(len(c.search.trials) >= 3 for c in experiment.contenders.values())
 
 
 def test_different_outputs_end_the_benchmark(make_options, monkeypatch) -> None:
@@ -123,6 +224,9 @@ def test_a_failure_of_transformers_is_a_result(make_options, monkeypatch) -> Non
         def generate(self, requests: object) -> None:
             raise RuntimeError("no such kernel")
 
+        def close(self) -> None:
+            """Has nothing."""
+
     monkeypatch.setattr(bench_module, "ContinuousBatching", Broken)
     result, console = run(make_options(contenders=("on", "off", "transformers"), search=True))
     print_report(result, [], console)
@@ -135,8 +239,8 @@ def test_a_failure_of_transformers_is_a_result(make_options, monkeypatch) -> Non
 def test_progress_says_how_much_is_left(make_options) -> None:
     _, console = run(make_options())
     lines = console.file.getvalue().splitlines()
-    assert any("sharing on (0 of 8 requests)" in line for line in lines)
-    assert any("sharing off (4 of 8 requests, about" in line for line in lines)
+    assert any("sharing on, all at once (0 of 16 requests)" in line for line in lines)
+    assert any("sharing off, all at once (4 of 16 requests, about" in line for line in lines)
 
 
 def test_the_report_names_every_figure(make_options) -> None:
@@ -153,6 +257,9 @@ def test_the_report_names_every_figure(make_options) -> None:
         "peak",
         "served/s",
         "10000 ms/token",
+        "requests/s,",
+        "all at once",
+        "throughput, on / off",
         "K/V memory saved",
         "agrees with the reference",
         "figures.json",
@@ -172,7 +279,7 @@ def test_a_row_longer_than_the_model_is_refused(make_options) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["speed", "scale", "latency_limit_ms", "tolerance", "search_seconds"]
+    "name", ["speed", "scale", "latency_limit_ms", "tolerance", "search_seconds", "time_limit"]
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_options_out_of_range_are_refused(make_options, name: str, value: float) -> None:

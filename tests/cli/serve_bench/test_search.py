@@ -2,11 +2,14 @@
 
 import pytest
 
-from chunkcache.cli.serve_bench.search import Trial, highest_rate
+from chunkcache.cli.serve_bench.search import RateSearch, Trial
 
 
 def search(latency_at, start: float = 1.0, tolerance: float = 0.05, max_trials: int = 50):
-    return highest_rate(latency_at, 100.0, start, tolerance=tolerance, max_trials=max_trials)
+    rates = RateSearch(100.0, start, tolerance=tolerance, max_trials=max_trials)
+    while (rate := rates.next_rate) is not None:
+        rates.note(latency_at(rate))
+    return rates.result
 
 
 def rising(rps: float) -> float:
@@ -17,8 +20,7 @@ def rising(rps: float) -> float:
 @pytest.mark.parametrize("start", [0.01, 1.0, 6.9, 7.0, 7.1, 500.0])
 def test_the_limit_is_found_from_any_start(start: float) -> None:
     result = search(rising, start)
-    assert result.is_limit
-    assert 7 / 1.05 <= result.rps <= 7
+    assert 7 / 1.05 <= result.rps <= 7 < result.missed_rps <= result.rps * 1.05
 
 
 def test_no_rate_is_tried_twice() -> None:
@@ -46,17 +48,31 @@ def test_a_finer_tolerance_comes_closer() -> None:
     assert search(rising, tolerance=0.001).rps == pytest.approx(7, rel=0.001)
 
 
+@pytest.mark.parametrize("start", [6.2, 7.0, 7.8])
+def test_from_a_start_near_the_limit_few_trials_are_enough(start: float) -> None:
+    assert len(search(rising, start, tolerance=0.15).trials) <= 3
+
+
+def test_a_search_may_be_left_at_any_trial() -> None:
+    rates = RateSearch(100.0, 5.0, tolerance=0.05, max_trials=9)
+    rates.note(90.0)
+    assert (rates.result.rps, rates.result.missed_rps) == (5.0, None)
+    rates.note(None)
+    assert (rates.result.rps, rates.result.missed_rps) == (5.0, 6.25)
+
+
 def test_trials_are_bounded() -> None:
     assert len(search(rising, 0.001, max_trials=5).trials) == 5
 
 
 def test_without_a_limit_the_rate_is_a_lower_bound() -> None:
     result = search(lambda rps: 1.0, max_trials=4)
-    assert not result.is_limit
-    assert result.rps == 8.0
+    assert result.missed_rps is None
+    assert [trial.rps for trial in result.trials] == [1.0, 1.25, 1.25**3, 2 * 1.25**3]
+    assert result.rps == 2 * 1.25**3
 
 
 def test_if_no_rate_meets_the_limit_the_answer_is_zero() -> None:
-    result = search(lambda rps: 1000.0, max_trials=4)
+    result = search(lambda rps: 1000.0, max_trials=3)
     assert result.rps == 0
-    assert [trial.rps for trial in result.trials] == [1.0, 0.5, 0.25, 0.125]
+    assert [trial.rps for trial in result.trials] == pytest.approx([1.0, 0.8, 0.8**3])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkcache.cli.serve_bench.watch import OverLimitError, Watcher
+from chunkcache.cli.serve_bench.watch import OutOfTimeError, OverLimitError, Watcher
 from chunkcache.cli.serve_bench.workload import TimedRequest
 
 # Two requests of ten tokens, at 0 and 5 s.
@@ -33,3 +33,16 @@ def test_finished_requests_count_with_what_they_took() -> None:
     watcher.check(5.9)
     with pytest.raises(OverLimitError):
         watcher.check(6.1)  # 0.1 + 0.11 > 2 x 0.1
+
+
+def test_a_run_is_stopped_when_its_time_is_over() -> None:
+    watcher = Watcher(WORKLOAD, seconds=20.0)
+    watcher.check(20.0)
+    with pytest.raises(OutOfTimeError):
+        watcher.check(20.1)
+
+
+def test_a_run_that_has_ended_is_not_stopped() -> None:
+    watcher = Watcher(WORKLOAD[:1], seconds=20.0, limit_ms=1.0)
+    watcher.finished(0, 30.0)
+    watcher.check(30.0)

@@ -77,7 +77,7 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="Requests of a run; of a trace its first ones. By default 12, on a GPU 200, of a "
+            help="Requests of a run; of a trace its first ones. By default 12, on a GPU 64, of a "
             "trace all.",
         ),
     ] = None,
@@ -90,7 +90,9 @@ def serve(
     ] = None,
     search: Annotated[
         bool,
-        typer.Option(help="Search the highest rate of a Poisson workload under the limit."),
+        typer.Option(
+            help="Search the highest rate of a Poisson workload under the limit."
+        ),
     ] = True,
     latency_limit: Annotated[
         float | None,
@@ -108,13 +110,32 @@ def serve(
             "--requests."
         ),
     ] = 30.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each contender on a workload.")] = 1,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that all may take, from loading the model on. Rows and contenders "
+            "share it, and what does not fit is left out."
+        ),
+    ] = None,
+    throughput_runs: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Runs of each contender with all requests there at once, taken in turns."
+        ),
+    ] = 1,
+    repeats: Annotated[
+        int,
+        typer.Option(min=0, help="Runs of each contender on a workload's arrivals, in turns."),
+    ] = 1,
     sample: Annotated[
         int, typer.Option(min=0, help="Requests of a workload whose outputs are compared first.")
     ] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and tokens.")] = 0,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 32,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 512,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a step; by default 512, on a GPU 2048."),
+    ] = None,
     chunk_size: Annotated[int, typer.Option(help="Tokens of a chunk (page, block).")] = 64,
     capacity_bytes: Annotated[
         int | None,
@@ -157,6 +178,7 @@ def serve(
             max_trace_requests=requests,
             num_prefixes=prefixes,
             seed=seed,
+            throughput_runs=throughput_runs,
             repeats=repeats,
             contenders=tuple(contender or CONTENDERS),
             search=search,
@@ -164,9 +186,10 @@ def serve(
             tolerance=tolerance,
             max_trials=max_trials,
             search_seconds=search_seconds,
+            time_limit=time_limit,
             sample=sample,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens or profile.max_num_batched_tokens,
             chunk_size=chunk_size,
             capacity_bytes=capacity_bytes,
         )

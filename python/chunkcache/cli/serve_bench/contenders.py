@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import torch
 
 from chunkcache.cli.serve_bench.clock import Clock
 from chunkcache.cli.serve_bench.metrics import Run, ServedRequest
@@ -36,6 +39,9 @@ class Contender(Protocol):
 
     name: str
 
+    def close(self) -> None:
+        """Give the memory back that it holds between runs; the next run takes it again."""
+
     def generate(self, requests: Sequence[TimedRequest]) -> list[list[int]]:
         """Return the greedy continuations of ``requests``, all at once, their arrival ignored."""
 
@@ -44,6 +50,7 @@ class Contender(Protocol):
 
         Raises:
             OverLimitError: ``watcher`` has stopped it; what was unfinished is aborted.
+            OutOfTimeError: likewise.
         """
 
 
@@ -51,18 +58,36 @@ class EngineContender:
     """`chunkcache.LLM`."""
 
     def __init__(self, model: Any, limits: ServerLimits, clock: Clock, *, sharing: bool) -> None:
-        """Make an engine over a loaded model; it makes no text."""
+        """Choose a loaded model. Its engine, which makes no text, is made when it is needed."""
         self.name = "sharing on" if sharing else "sharing off"
+        self._model = model
+        self._limits = limits
         self._clock = clock
-        self._llm = LLM(
-            model,
-            None,
-            chunk_size=limits.chunk_size,
-            capacity=limits.capacity,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            enable_prefix_sharing=sharing,
-        )
+        self._sharing = sharing
+        self._open_llm: LLM | None = None
+
+    @property
+    def _llm(self) -> LLM:
+        if self._open_llm is None:
+            limits = self._limits
+            self._open_llm = LLM(
+                self._model,
+                None,
+                chunk_size=limits.chunk_size,
+                capacity=limits.capacity,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                enable_prefix_sharing=self._sharing,
+            )
+        return self._open_llm
+
+    def close(self) -> None:
+        """Free the engine with its pool and its recorded steps."""
+        self._open_llm = None
+        # They are in reference cycles, and torch keeps what is freed for itself.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def generate(self, requests: Sequence[TimedRequest]) -> list[list[int]]:
         """Return the greedy continuations of ``requests``."""
@@ -92,9 +117,10 @@ class EngineContender:
 
     def serve(self, workload: Sequence[TimedRequest], watcher: Watcher) -> Run:
         """Serve ``workload``; each step's tokens count from the step's end."""
-        engine, clock = self._llm.engine, self._clock
-        self._llm.cache.clear()
-        self._llm.reset_stats()
+        llm, clock = self._llm, self._clock
+        engine = llm.engine
+        llm.cache.clear()
+        llm.reset_stats()
         waiting = deque(enumerate(workload))
         indices: dict[Any, int] = {}
         served = [ServedRequest(request.arrival, []) for request in workload]
@@ -104,7 +130,7 @@ class EngineContender:
                 # Compared as sums: a time that was slept until has come, whatever rounding does.
                 while waiting and begin + waiting[0][1].arrival <= clock.now():
                     index, due = waiting.popleft()
-                    request = self._llm.request(due.prompt, _params(due))
+                    request = llm.request(due.prompt, _params(due))
                     indices[request] = index
                     engine.add([request])
                 if not indices:
@@ -126,7 +152,7 @@ class EngineContender:
         finally:
             engine.abort(list(indices))
             engine.settle()
-        stats = self._llm.stats
+        stats = llm.stats
         return Run(
             served, stats.peak_kv_bytes, stats.peak_num_seqs, stats.num_prompt_tokens_computed
         )

@@ -24,6 +24,8 @@ def describe(device: str) -> dict[str, Any]:
         "processor": _processor(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "num_threads": torch.get_num_threads(),
+        # Of the minute before.
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
         "system": platform.platform(),
         "versions": {

@@ -41,6 +41,7 @@ class Profile:
         rows: the workloads.
         num_requests: of a run.
         latency_limit_ms: normalised latency that the search allows, in milliseconds per token.
+        max_num_batched_tokens: tokens of a step.
     """
 
     model: str
@@ -48,12 +49,13 @@ class Profile:
     rows: tuple[Row, ...]
     num_requests: int
     latency_limit_ms: float
+    max_num_batched_tokens: int
 
 
 PROFILES = {
-    "cpu": Profile("smollm2-135m-instruct", "float32", CPU_ROWS, 12, 300.0),
+    "cpu": Profile("smollm2-135m-instruct", "float32", CPU_ROWS, 12, 300.0, 512),
     # 40 ms per token is the paper's limit.
-    "cuda": Profile("llama-2-7b-shape", "float16", PAPER_ROWS, 200, 40.0),
+    "cuda": Profile("llama-2-7b-shape", "float16", PAPER_ROWS, 64, 40.0, 2048),
 }
 
 
@@ -74,7 +76,8 @@ class BenchOptions:
         max_trace_requests: the first so many of a trace are replayed; None for all.
         num_prefixes: different shared prefixes of a Poisson workload.
         seed: of everything that is drawn.
-        repeats: runs of each contender on each workload.
+        throughput_runs: runs of each contender with all requests there at once.
+        repeats: runs of each contender on each workload, with its arrivals.
         contenders: of `CONTENDERS`.
         search: whether to look for the highest rate under the limit; Poisson workloads only.
         latency_limit_ms: that limit, in milliseconds per token.
@@ -82,6 +85,7 @@ class BenchOptions:
         max_trials: runs that a search may make.
         search_seconds: arrivals of such a run go on for about so long: a burst of few requests
             says nothing of a rate.
+        time_limit: seconds that all may take; None for no limit. What does not fit is left out.
         sample: requests of each workload whose outputs are compared first.
         max_num_seqs, max_num_batched_tokens, chunk_size, capacity_bytes: of every contender.
     """
@@ -98,6 +102,7 @@ class BenchOptions:
     max_trace_requests: int | None
     num_prefixes: int
     seed: int
+    throughput_runs: int
     repeats: int
     contenders: tuple[str, ...]
     search: bool
@@ -105,6 +110,7 @@ class BenchOptions:
     tolerance: float
     max_trials: int
     search_seconds: float
+    time_limit: float | None
     sample: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -114,9 +120,9 @@ class BenchOptions:
     def __post_init__(self) -> None:
         """Check what the types do not say."""
         for name in ("speed", "scale", "latency_limit_ms", "tolerance", "search_seconds"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise InvalidConfigError(f"{name} is {value}; allowed is a number above 0")
+            _check_above_zero(name, getattr(self, name))
+        if self.time_limit is not None:
+            _check_above_zero("time_limit", self.time_limit)
         for name in self.contenders:
             if name not in CONTENDERS:
                 raise InvalidConfigError(
@@ -126,3 +132,8 @@ class BenchOptions:
             raise InvalidConfigError(
                 f"contenders are {', '.join(self.contenders) or 'none'}; allowed is each once"
             )
+
+
+def _check_above_zero(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise InvalidConfigError(f"{name} is {value}; allowed is a number above 0")

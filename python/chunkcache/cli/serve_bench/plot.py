@@ -24,7 +24,7 @@ def draw_plot(result: BenchResult, path: Path) -> None:
     ]
     per_line = max(1, min(_CURVES_PER_LINE, len(searched)))
     num_lines = -(-len(searched) // per_line)
-    picture = Picture(figsize=(13, 4 + 3.4 * num_lines), layout="constrained")
+    picture = Picture(figsize=(16, 4 + 3.4 * num_lines), layout="constrained")
     machine, options = result.machine, result.options
     picture.suptitle(
         f"chunkcache bench serve: {options['model']}, {options['dtype']}, "
@@ -35,10 +35,11 @@ def draw_plot(result: BenchResult, path: Path) -> None:
     bars: list[tuple[str, Callable[[ContenderResult], float | None]]] = [
         ("normalised latency, ms per token", lambda contender: contender.latency_ms),
         ("peak K/V, MiB", _peak_kv_mebibytes),
+        ("requests/s, all at once", lambda contender: contender.throughput_rps),
         (f"requests/s within {limit:g} ms per token", _rate),
     ]
     for index, (title, value) in enumerate(bars):
-        axes = picture.add_subplot(grid[0, 4 * index : 4 * index + 4])
+        axes = picture.add_subplot(grid[0, 3 * index : 3 * index + 3])
         _draw_bars(axes, title, value, result.experiments)
     width = 12 // per_line
     for index, experiment in enumerate(searched):
@@ -49,7 +50,7 @@ def draw_plot(result: BenchResult, path: Path) -> None:
 
 
 def _peak_kv_mebibytes(contender: ContenderResult) -> float | None:
-    return None if contender.typical is None else contender.typical.peak_kv_bytes / 2**20
+    return None if contender.peak_kv_bytes is None else contender.peak_kv_bytes / 2**20
 
 
 def _rate(contender: ContenderResult) -> float | None:

@@ -60,7 +60,8 @@ def print_report(result: BenchResult, files: list[Path], console: Console) -> No
     versions = ", ".join(f"{k} {v}" for k, v in result.machine["versions"].items())
     for line in (
         f"{result.machine['processor']}, {result.machine['num_cores']} cores, "
-        f"{result.machine['num_threads']} threads; {versions}; {result.machine['date']}",
+        f"{result.machine['num_threads']} threads, load {result.machine['load_average']}; "
+        f"{versions}; {result.machine['date']}",
         *(f"Written: {path}" for path in files),
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -133,11 +134,22 @@ def _bytes(num_bytes: int) -> str:
 
 
 def _rate(search: SearchResult | None) -> str:
+    """Return the rate found, and the lowest that was too much."""
     if search is None:
         return NOT_MEASURED
     if search.rps == 0:
-        return f"< {min(trial.rps for trial in search.trials):.3g}"
-    return f"{'' if search.is_limit else '>= '}{search.rps:.3g}"
+        return f"< {search.missed_rps:.3g}"
+    if search.missed_rps is None:
+        return f">= {search.rps:.3g}"
+    return f"{search.rps:.3g} (< {search.missed_rps:.3g})"
+
+
+def _throughput(contender: ContenderResult) -> str:
+    if contender.throughput_rps is None:
+        return NOT_MEASURED
+    text = f"{contender.throughput_rps:.3g}"
+    spread = contender.throughput_spread
+    return text if spread is None else f"{text} ±{50 * spread:.1f} %"
 
 
 _LATENCY_COLUMNS = (
@@ -152,6 +164,7 @@ def _load_columns(limit: float) -> tuple[Column, ...]:
         Column("peak K/V", _of_summary(lambda s: _bytes(s.peak_kv_bytes))),
         Column("peak\nbatch", _of_summary(lambda s: str(s.peak_batch))),
         Column("served/s", _of_summary(lambda s: f"{s.requests_per_second:.3g}")),
+        Column("requests/s,\nall at once", _throughput),
         Column(f"requests/s within\n{limit:g} ms/token", lambda c: _rate(c.search)),
     )
 
@@ -162,6 +175,8 @@ def _notes(result: ExperimentResult) -> list[str]:
     for name, contender in result.contenders.items():
         if contender.failure is not None:
             lines.append(f"{label}: {name} failed: {contender.failure}")
+        if contender.out_of_time:
+            lines.append(f"{label}: {name}: the time limit came before everything was measured")
         if contender.comparison is not None:
             compared = contender.comparison
             lines.append(
@@ -173,12 +188,13 @@ def _notes(result: ExperimentResult) -> list[str]:
 
 
 def _goal(goal: Goal) -> str:
-    is_share = goal.name != "request rate, on / off"
-    text = f"{goal.name} {_number(goal.value, is_share=is_share)}"
+    text = f"{goal.name} {_number(goal.value, is_share=goal.is_share)}"
+    if goal.least is not None and goal.most is not None:
+        text += f" (between {goal.least:.2f} and {goal.most:.2f})"
     if goal.wanted is None:
         return text
     verdict = "met" if goal.is_met else "missed"
-    return f"{text} (goal {_number(goal.wanted, is_share=is_share)}: {verdict})"
+    return f"{text} (goal {_number(goal.wanted, is_share=goal.is_share)}: {verdict})"
 
 
 def _number(value: float, *, is_share: bool) -> str:

@@ -18,21 +18,42 @@ class ContenderResult:
 
     Attributes:
         comparison: its outputs beside the reference's; None if it is the reference itself.
-        summaries: one for each repeat.
+        throughputs: one for each run with all requests there at once.
+        summaries: one for each repeat of the run with the workload's arrivals.
         search: the highest rate under the limit; None if it was not looked for.
         failure: why there is nothing more; None if nothing failed.
+        out_of_time: whether the time limit came before all was done.
     """
 
     comparison: Comparison | None = None
+    throughputs: list[Summary] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)
     search: SearchResult | None = None
     failure: str | None = None
+    out_of_time: bool = False
 
     @property
     def typical(self) -> Summary | None:
         """The repeat of median normalised latency (the lower one of two), None without any."""
         ordered = sorted(self.summaries, key=lambda summary: summary.normalised_latency_ms)
         return ordered[(len(ordered) - 1) // 2] if ordered else None
+
+    @property
+    def peak_kv_bytes(self) -> int | None:
+        """The most of any run with the workload's arrivals; of the others if there is none."""
+        peaks = [summary.peak_kv_bytes for summary in self.summaries or self.throughputs]
+        return max(peaks, default=None)
+
+    @property
+    def throughput_rps(self) -> float | None:
+        """Requests per second with all there at once, the median of the runs; None without any."""
+        values = [summary.requests_per_second for summary in self.throughputs]
+        return median(values) if values else None
+
+    @property
+    def throughput_spread(self) -> float | None:
+        """The range of those over their median; None for one."""
+        return _spread([summary.requests_per_second for summary in self.throughputs])
 
     @property
     def latency_ms(self) -> float | None:
@@ -43,19 +64,26 @@ class ContenderResult:
     @property
     def spread(self) -> float | None:
         """The range of the repeats' normalised latencies over their median; None for one."""
-        values = [summary.normalised_latency_ms for summary in self.summaries]
-        return (max(values) - min(values)) / median(values) if len(values) > 1 else None
+        return _spread([summary.normalised_latency_ms for summary in self.summaries])
 
     def record(self) -> dict[str, Any]:
         """Return everything as a dictionary that JSON can hold."""
         return {
             "failure": self.failure,
+            "out_of_time": self.out_of_time,
             "comparison": self.comparison and asdict(self.comparison),
             "normalised_latency_ms": self.latency_ms,
             "spread": self.spread,
             "runs": [summary.record() for summary in self.summaries],
-            "search": self.search and asdict(self.search),
+            "throughput_rps": self.throughput_rps,
+            "throughput_spread": self.throughput_spread,
+            "throughput_runs": [summary.record() for summary in self.throughputs],
+            "search": self.search and self.search.record(),
         }
+
+
+def _spread(values: list[float]) -> float | None:
+    return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
 @dataclass

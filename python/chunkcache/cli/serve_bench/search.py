@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# From a start that was measured the answer is near: the first steps are of this factor, later ones
+# double.
+_FIRST_FACTOR = 1.25
+_LARGEST_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -23,53 +28,71 @@ class Trial:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """What a search has found: the limit lies between `rps` and `missed_rps`.
 
     Attributes:
         rps: the highest rate tried that met the limit; 0 if none did.
-        is_limit: whether a higher rate was tried that did not; else ``rps`` is a lower bound.
+        missed_rps: the lowest rate tried that did not; None if all did, so that ``rps`` is a lower
+            bound.
         trials: in the order in which they were made.
     """
 
     rps: float
-    is_limit: bool
+    missed_rps: float | None
     trials: list[Trial]
 
+    def record(self) -> dict[str, Any]:
+        """Return it as a dictionary that JSON can hold."""
+        return asdict(self)
 
-def highest_rate(
-    latency_at: Callable[[float], float | None],
-    limit_ms: float,
-    start: float,
-    *,
-    tolerance: float,
-    max_trials: int,
-) -> SearchResult:
-    """Find the highest rate whose latency is within a limit.
 
-    The rate is doubled, or halved, from ``start`` until the limit lies between two rates; then it
-    is bisected on a logarithmic scale until they are within ``tolerance`` of each other.
+class RateSearch:
+    """Finds the highest rate whose latency is within a limit, one trial after another.
 
-    Args:
-        latency_at: runs the workload at a rate and returns its normalised latency in
-            milliseconds, None if that is surely over the limit. It should not fall with the rate.
-        limit_ms: the limit, which itself is allowed.
-        start: the first rate.
-        tolerance: the two last rates differ by no more than this share.
-        max_trials: runs to make at most; the search then ends with what it has.
+    The rate is raised, or lowered, from its start until the limit lies between two rates; then it
+    is bisected on a logarithmic scale until they are within ``tolerance`` of each other. Whoever
+    makes the trials may stop at any time, and has the two rates then.
     """
-    trials: list[Trial] = []
-    met, missed, rate = 0.0, math.inf, start
-    while len(trials) < max_trials and missed > met * (1 + tolerance):
-        latency = latency_at(rate)
-        trials.append(Trial(rate, latency))
-        if latency is not None and latency <= limit_ms:
-            met = rate
+
+    def __init__(self, limit_ms: float, start: float, *, tolerance: float, max_trials: int) -> None:
+        """Begin without a trial.
+
+        Args:
+            limit_ms: normalised latency in milliseconds, which itself is allowed.
+            start: the first rate; few trials are needed if it is near the answer.
+            tolerance: the two last rates differ by no more than this share.
+            max_trials: trials at most.
+        """
+        self._limit_ms = limit_ms
+        self._tolerance = tolerance
+        self._max_trials = max_trials
+        self._rate = start
+        self._factor = _FIRST_FACTOR
+        self._met = 0.0
+        self._missed = math.inf
+        self._trials: list[Trial] = []
+
+    @property
+    def next_rate(self) -> float | None:
+        """The rate to try next; None if the search is over."""
+        found = self._missed <= self._met * (1 + self._tolerance)
+        return None if found or len(self._trials) >= self._max_trials else self._rate
+
+    @property
+    def result(self) -> SearchResult:
+        """What is known after the trials so far."""
+        missed = self._missed if math.isfinite(self._missed) else None
+        return SearchResult(self._met, missed, list(self._trials))
+
+    def note(self, latency_ms: float | None) -> None:
+        """Take in the latency at `next_rate`: None if it is surely over the limit."""
+        self._trials.append(Trial(self._rate, latency_ms))
+        if latency_ms is not None and latency_ms <= self._limit_ms:
+            self._met = self._rate
         else:
-            missed = rate
-        if math.isinf(missed):
-            rate = met * 2
-        elif met == 0:
-            rate = missed / 2
-        else:
-            rate = math.sqrt(met * missed)
-    return SearchResult(met, math.isfinite(missed), trials)
+            self._missed = self._rate
+        if self._met and math.isfinite(self._missed):
+            self._rate = math.sqrt(self._met * self._missed)
+            return
+        self._rate = self._rate * self._factor if self._met else self._rate / self._factor
+        self._factor = min(_LARGEST_FACTOR, self._factor**2)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import transformers
@@ -26,7 +27,8 @@ class ContinuousBatching:
 
     It serves in a thread of its own and stamps its tokens itself, on `time.perf_counter`. A manager
     is made for each run, so that each begins with an empty cache. Prefix caching is on, as it is
-    by default.
+    by default. Of attention implementations it takes the best that is installed: FlashAttention 3
+    or 2, else PyTorch's.
     """
 
     def __init__(self, model: Any, limits: ServerLimits) -> None:
@@ -34,6 +36,9 @@ class ContinuousBatching:
         self.name = "transformers"
         self._model = model
         self._limits = limits
+
+    def close(self) -> None:
+        """Do nothing: a run's memory is given back at its end."""
 
     def generate(self, requests: Sequence[TimedRequest]) -> list[list[int]]:
         """Return the greedy continuations of ``requests``."""
@@ -71,10 +76,10 @@ class ContinuousBatching:
     def _manager(self, peaks: _Peaks) -> Iterator[Any]:
         generation: Any = transformers.generation
         config = generation.ContinuousBatchingConfig(
-            page_size=self._limits.chunk_size,
             num_blocks=self._limits.capacity,
             max_batch_tokens=self._limits.max_num_batched_tokens,
             max_requests_per_batch=self._limits.max_num_seqs,
+            **{_page_size_name(): self._limits.chunk_size},
         )
         # -1: no token ends a text.
         greedy = generation.GenerationConfig(do_sample=False, eos_token_id=-1)
@@ -107,14 +112,33 @@ class _Peaks:
 
     def note(self, processor: Any) -> None:
         """Look at a step that is about to run."""
-        cache, scheduler = processor.cache, processor.scheduler
-        capacity = cache.num_sectors * cache.bytes_per_sector
-        in_use = capacity - cache.compute_free_capacity(relative=False)
-        for allocator in cache.cache_allocators.values():
-            # Kept for reuse by nobody who runs: ours are not counted either.
-            in_use -= len(allocator.ledger.cached_blocks) * allocator.bytes_per_block
-        self.kv_bytes = max(self.kv_bytes, int(in_use))
-        self.batch = max(self.batch, len(scheduler.active_requests))
+        self.kv_bytes = max(self.kv_bytes, _bytes_in_use(processor.cache))
+        self.batch = max(self.batch, len(processor.scheduler.active_requests))
+
+
+def _page_size_name() -> str:
+    """Return what the page size is called in the configuration: it was renamed in 5.18."""
+    generation: Any = transformers.generation
+    names = signature(generation.ContinuousBatchingConfig).parameters
+    return "page_size" if "page_size" in names else "block_size"
+
+
+def _bytes_in_use(cache: Any) -> int:
+    """Return the bytes of K and V of running requests.
+
+    What is kept for reuse by nobody who runs does not count, as it does not with us.
+    """
+    if not hasattr(cache, "cache_allocators"):
+        # Before 5.18; what is kept for reuse counts as free.
+        stored = sum(tensor.nbytes for tensor in [*cache.key_cache, *cache.value_cache])
+        # Two more blocks are for padding.
+        bytes_per_block = stored // (cache.num_blocks + 2)
+        return int((cache.num_blocks - cache.get_num_free_blocks()) * bytes_per_block)
+    in_use = cache.num_sectors * cache.bytes_per_sector
+    in_use -= cache.compute_free_capacity(relative=False)
+    for allocator in cache.cache_allocators.values():
+        in_use -= len(allocator.ledger.cached_blocks) * allocator.bytes_per_block
+    return int(in_use)
 
 
 def _submit(manager: Any, index: int, request: TimedRequest) -> None:
