@@ -145,7 +145,9 @@ class ExperimentBench:
         if rps is None:
             return False
         requests = requests_of_trial(self._options, self._spec, row, rps)
-        if not self._has_time(contender, self._seconds_of(requests), self._budget.left_of_part):
+        if not self._has_time(
+            contender, self._seconds_of(contender, requests), self._budget.left_of_part
+        ):
             return False
         self._progress.expect(len(requests) - len(self._experiment.requests))
         self._begin(f"{contender.name}, search at {rps:.3g}/s")
@@ -163,10 +165,14 @@ class ExperimentBench:
             self._progress.advance(watcher.num_unfinished)
         return True
 
-    def _seconds_of(self, requests: list[TimedRequest]) -> float:
-        """Return how long a run takes that just keeps within the limit."""
+    def _seconds_of(self, contender: Contender, requests: list[TimedRequest]) -> float:
+        """Return how long a run may take that keeps within the limit."""
+        latencies = [self._options.latency_limit_ms]
+        for summary in self._result.contenders[contender.name].throughputs:
+            # Arrivals that are spread leave no request waiting for longer.
+            latencies.append(summary.normalised_latency_ms)
         last = requests[-1]
-        return last.arrival + last.num_output_tokens * self._options.latency_limit_ms / 1e3
+        return last.arrival + last.num_output_tokens * min(latencies) / 1e3
 
     def _has_time(self, contender: Contender, seconds: float, left: float) -> bool:
         """Tell whether so many seconds are left, and take it down if they are not."""
