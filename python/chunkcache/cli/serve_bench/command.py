@@ -90,9 +90,7 @@ def serve(
     ] = None,
     search: Annotated[
         bool,
-        typer.Option(
-            help="Search the highest rate of a Poisson workload under the limit."
-        ),
+        typer.Option(help="Search the highest rate of a Poisson workload under the limit."),
     ] = True,
     latency_limit: Annotated[
         float | None,
