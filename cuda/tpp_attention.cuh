@@ -150,6 +150,7 @@ __device__ __forceinline__ Keys prepare(const TppParams& p, const ItemMessage& m
           __shfl_sync(~0u, reinterpret_cast<u64>(my_q), lane / 4 + r * 8));
     }
     warp.load_q(q_rows[0], q_rows[1], lane);
+    warp.scale_rows(p, item.kv_head + role.head);
   }
   Keys keys{};
   keys.first_stage = message.first_stage;
@@ -227,6 +228,7 @@ __device__ __forceinline__ void attend(const TppParams& p, const Keys& keys, Con
     step += keys.key_groups;
   }
   warp.state.finish();
+  warp.arrange();
 }
 
 template <class T, u32 D>

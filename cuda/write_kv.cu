@@ -1,4 +1,4 @@
-// -DCHUNKCACHE_FROM=F32|F16|BF16 -DCHUNKCACHE_TYPE=F16|BF16 -DCHUNKCACHE_NAME=symbol
+// -DCHUNKCACHE_FROM=F32|F16|BF16 -DCHUNKCACHE_TYPE=F16|BF16|E4M3 -DCHUNKCACHE_NAME=symbol
 #include "write_kv.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)

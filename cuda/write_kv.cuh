@@ -3,6 +3,7 @@
 // Grid: one block a row; a thread takes eight columns of one head at a time. Rows whose slot is
 // negative are left out: padding, and tokens that are there already. Memory: k and v
 // [rows, num_kv_heads, head_dim] by strides; pages by base and strides of page, head and token.
+// Pages of e4m3 hold x / scale, with a scale for each head.
 #pragma once
 
 #include "common/element.cuh"
@@ -18,23 +19,39 @@ struct WriteKvParams {
   i64 k_page_bytes, k_head_bytes, k_token_bytes;
   i64 v_page_bytes, v_head_bytes, v_token_bytes;
   const i64* slot_mapping;                              // [rows], page * page_size + offset
+  const float* k_scale;                                 // e4m3: [num_kv_heads], or null for 1
+  const float* v_scale;
   u32 num_kv_heads;
   u32 head_dim;                                         // a multiple of 8
   u32 page_size;
   u32 unused;
 };
 
-// Eight elements as the pages' type.
+// Writes columns [column, column + 8) of one head.
 template <class From, class To>
-__device__ __forceinline__ uint4 convert(const typename From::Storage* from) {
+__device__ __forceinline__ void write_columns(u8* to, const typename From::Storage* from, u32 column,
+                                              const float* scale) {
+  from += column;
   if constexpr (From::id == To::id) {
-    return *reinterpret_cast<const uint4*>(from);
+    *reinterpret_cast<uint4*>(to + column * 2) = *reinterpret_cast<const uint4*>(from);
   } else {
     float x[8];
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) x[i] = From::to_float(from[i]);
-    return make_uint4(To::pack(x[0], x[1]), To::pack(x[2], x[3]), To::pack(x[4], x[5]),
-                      To::pack(x[6], x[7]));
+    if constexpr (To::id == E4M3::id) {
+      if (scale != nullptr) {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) x[i] = __fdiv_rn(x[i], *scale);
+      }
+      const auto four = [&](u32 i) {
+        return To::pack(x[i], x[i + 1]) | static_cast<u32>(To::pack(x[i + 2], x[i + 3])) << 16;
+      };
+      *reinterpret_cast<uint2*>(to + column) = make_uint2(four(0), four(4));
+    } else {
+      *reinterpret_cast<uint4*>(to + column * 2) =
+          make_uint4(To::pack(x[0], x[1]), To::pack(x[2], x[3]), To::pack(x[4], x[5]),
+                     To::pack(x[6], x[7]));
+    }
   }
 }
 
@@ -54,10 +71,10 @@ __device__ __forceinline__ void write_kv(const WriteKvParams& p) {
   for (u32 i = threadIdx.x; i < p.num_kv_heads * pieces; i += blockDim.x) {
     const u32 head = i / pieces;
     const u32 column = (i - head * pieces) * 8;
-    *reinterpret_cast<uint4*>(k_to + head * p.k_head_bytes + column * 2) =
-        convert<From, To>(k + head * p.k_head + column);
-    *reinterpret_cast<uint4*>(v_to + head * p.v_head_bytes + column * 2) =
-        convert<From, To>(v + head * p.v_head + column);
+    write_columns<From, To>(k_to + head * p.k_head_bytes, k + head * p.k_head, column,
+                            p.k_scale == nullptr ? nullptr : p.k_scale + head);
+    write_columns<From, To>(v_to + head * p.v_head_bytes, v + head * p.v_head, column,
+                            p.v_scale == nullptr ? nullptr : p.v_scale + head);
   }
 }
 

@@ -72,4 +72,17 @@ struct BF16 {
 #endif
 };
 
+// Float8 of four bits exponent and three bits mantissa, without infinities ("e4m3fn"): up to 448.
+// sm_89 and newer.
+struct E4M3 {
+  using Storage = u8;
+  static constexpr u32 id = 3;
+  // To the nearest, ties to even; beyond 448 it is 448, and NaN stays NaN.
+  static __device__ __forceinline__ u16 pack(float low, float high) {
+    u16 r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+  }
+};
+
 }  // namespace chunkcache

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/softmax.cuh"
+#include "fp8.cuh"
 #include "rows.cuh"
 
 namespace chunkcache::tpp {
@@ -10,12 +11,14 @@ namespace chunkcache::tpp {
 template <class T, u32 D>
 struct Warp {
   using S = Shape<D>;
+  using Product = typename ProductOf<T>::Type;
   static constexpr u32 k_steps = D / 16;
 
   u32 q[S::q_in_shared ? 1 : k_steps][4];
   u32 q_shared;
   float o[D / 8][4];
   SoftmaxState state;
+  float row_scale[2];    // fp8: factor of a row's scores, in place of scale_log2
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -27,7 +30,11 @@ struct Warp {
 
   // The A fragments of 16 rows of q; rows that do not exist are zeros.
   __device__ __forceinline__ void load_q(const u16* row0, const u16* row1, u32 lane) {
-    if constexpr (S::q_in_shared) {
+    if constexpr (FP8 && S::q_in_shared) {
+      fp8::load_q_shared<T, D>(q_shared, row_scale, row0, row1, lane);
+    } else if constexpr (FP8) {
+      fp8::load_q<T>(q, row_scale, row0, row1, lane);
+    } else if constexpr (S::q_in_shared) {
       // Lane l holds row l / 2's half in turn: pieces of 16 bytes, swizzled as K is.
       constexpr u32 pieces = S::row_bytes / 16;
       __syncwarp();
@@ -57,6 +64,30 @@ struct Warp {
     }
   }
 
+  // The factor of a row's scores against keys of a head; load_q has left its part.
+  __device__ __forceinline__ void scale_rows(const TppParams& p, u32 kv_head) {
+    if constexpr (FP8) {
+      const float factor = p.scale_log2 * (p.k_scale == nullptr ? 1.0f : p.k_scale[kv_head]);
+      row_scale[0] *= factor;
+      row_scale[1] *= factor;
+    }
+  }
+
+  // After the last key: accumulators as pair_column says.
+  __device__ __forceinline__ void arrange() {
+    if constexpr (FP8) {
+#pragma unroll
+      for (u32 i = 0; i < D / 8; i += 2) {
+#pragma unroll
+        for (u32 r = 0; r < 2; ++r) {
+          const float second = o[i + 1][2 * r];
+          o[i + 1][2 * r] = o[i][2 * r + 1];
+          o[i][2 * r + 1] = second;
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void q_fragment(u32 (&a)[4], u32 k, u32 lane) {
     if constexpr (S::q_in_shared) {
       const u32 piece = 2 * k + (lane >> 4);
@@ -75,17 +106,22 @@ struct Warp {
     const u32 row = ((lane >> 4) & 1) * 8 + (lane & 7);
     const u32 base = address + row * COLUMN_BYTES;
     const u32 twist = (((lane >> 3) & 1) ^ (lane & 7)) << 4;
-#pragma unroll
+    constexpr u32 at_once = FP8 && S::q_in_shared ? 8 : k_steps;
+#pragma unroll at_once
     for (u32 k = 0; k < k_steps; ++k) {
       u32 a[4];
       q_fragment(a, k, lane);
-      const u32 at = base + (k / 4) * BOX_BYTES + (twist ^ ((2 * k % 8) << 4));
+      if constexpr (FP8) {
+        fp8::add_scores(s, a, address + swizzled(lane, 0), k);
+      } else {
+        const u32 at = base + (k / 4) * BOX_BYTES + (twist ^ ((2 * k % 8) << 4));
 #pragma unroll
-      for (u32 half = 0; half < 2; ++half) {
-        u32 b[4];
-        ptx::ldmatrix_x4(b, at + half * 16 * COLUMN_BYTES);
-        T::mma(s[2 * half], a, b[0], b[1]);
-        T::mma(s[2 * half + 1], a, b[2], b[3]);
+        for (u32 half = 0; half < 2; ++half) {
+          u32 b[4];
+          ptx::ldmatrix_x4(b, at + half * 16 * COLUMN_BYTES);
+          T::mma(s[2 * half], a, b[0], b[1]);
+          T::mma(s[2 * half + 1], a, b[2], b[3]);
+        }
       }
     }
   }
@@ -98,7 +134,7 @@ struct Warp {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
 #pragma unroll
-      for (u32 j = 0; j < 4; ++j) s[i][j] *= p.scale_log2;
+      for (u32 j = 0; j < 4; ++j) s[i][j] *= FP8 ? row_scale[j >> 1] : p.scale_log2;
     }
     if (p.cap_log2 != 0.0f) {
 #pragma unroll
@@ -157,8 +193,8 @@ struct Warp {
       }
       sum[0] += weight[0] + weight[1];
       sum[1] += weight[2] + weight[3];
-      weights[i / 2][(i & 1) * 2] = T::pack(weight[0], weight[1]);
-      weights[i / 2][(i & 1) * 2 + 1] = T::pack(weight[2], weight[3]);
+      weights[i / 2][(i & 1) * 2] = Product::pack(weight[0], weight[1]);
+      weights[i / 2][(i & 1) * 2 + 1] = Product::pack(weight[2], weight[3]);
     }
   }
 
@@ -220,19 +256,24 @@ struct Warp {
     const u32 twist = (((lane >> 4) & 1) ^ (lane & 7)) << 4;
 #pragma unroll
     for (u32 n = 0; n < D / 16; ++n) {
-      const u32 at = base + (n / 4) * BOX_BYTES + (twist ^ ((2 * n % 8) << 4));
+      if constexpr (FP8) {
+        fp8::add_values<MASKED>(o[2 * n], o[2 * n + 1], address + swizzled(lane, 0), n, weights,
+                                keep);
+      } else {
+        const u32 at = base + (n / 4) * BOX_BYTES + (twist ^ ((2 * n % 8) << 4));
 #pragma unroll
-      for (u32 half = 0; half < 2; ++half) {
-        u32 b[4];
-        ptx::ldmatrix_x4_trans(b, at + half * 16 * COLUMN_BYTES);
-        if constexpr (MASKED) {
-          b[0] &= keep[half][0];
-          b[1] &= keep[half][1];
-          b[2] &= keep[half][0];
-          b[3] &= keep[half][1];
+        for (u32 half = 0; half < 2; ++half) {
+          u32 b[4];
+          ptx::ldmatrix_x4_trans(b, at + half * 16 * COLUMN_BYTES);
+          if constexpr (MASKED) {
+            b[0] &= keep[half][0];
+            b[1] &= keep[half][1];
+            b[2] &= keep[half][0];
+            b[3] &= keep[half][1];
+          }
+          T::mma(o[2 * n], weights[half], b[0], b[1]);
+          T::mma(o[2 * n + 1], weights[half], b[2], b[3]);
         }
-        T::mma(o[2 * n], weights[half], b[0], b[1]);
-        T::mma(o[2 * n + 1], weights[half], b[2], b[3]);
       }
     }
   }

@@ -21,10 +21,10 @@ __device__ __forceinline__ void write_partials(const TppParams& p, const Item& i
     if (index < rows) {
       const float sum = warp.state.sum[r];
       const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-      float* state = partial_state<D>(p, first_slot + index) + (lane & 3) * 2;
+      float* state = partial_state<D>(p, first_slot + index) + state_offset(lane_column(lane));
 #pragma unroll
       for (u32 i = 0; i < D / 8; ++i) {
-        ptx::hand_over(state + i * 64, fmaf(warp.o[i][2 * r], inverse, 0.0f),
+        ptx::hand_over(state + state_offset(pair_column(i)), fmaf(warp.o[i][2 * r], inverse, 0.0f),
                        fmaf(warp.o[i][2 * r + 1], inverse, 0.0f));
       }
       const float lse = warp.state.max[r] + ptx::log2_approx(sum) + 0.0f;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void finish_rows(const TppParams& p, const Item& item
     if (lane / 4 == (r & 7)) {
 #pragma unroll
       for (u32 i = 0; i < D / 8; ++i) {
-        ptx::store_shared(row_shared + (i * 8 + (lane & 3) * 2) * 4,
+        ptx::store_shared(row_shared + (pair_column(i) + lane_column(lane)) * 4,
                           upper ? warp.o[i][2] : warp.o[i][0], upper ? warp.o[i][3] : warp.o[i][1]);
       }
     }

@@ -16,6 +16,13 @@ constexpr bool TMA = true;
 #else
 constexpr bool TMA = false;
 #endif
+// K/V of one byte an element (e4m3), which become f16 in registers, whatever the type of q.
+#if defined(CHUNKCACHE_KV)
+constexpr bool FP8 = true;
+#else
+constexpr bool FP8 = false;
+#endif
+constexpr u32 KV_BYTES = FP8 ? 1 : 2;
 constexpr u32 HELPERS = 3;
 constexpr u32 COPY_THREADS = (1 + HELPERS) * 32;
 constexpr u32 KEYS = 32;            // keys of one ring stage
@@ -34,15 +41,17 @@ template <u32 D>
 struct Shape {
   static_assert(D % 16 == 0 && D >= 16 && D <= 256, "head_dim");
   static constexpr u32 head_dim = D;
-  static constexpr u32 row_bytes = D * 2;
-  static constexpr u32 boxes = (row_bytes + COLUMN_BYTES - 1) / COLUMN_BYTES;   // of K, or of V
+  static constexpr u32 row_bytes = D * 2;             // of q
+  static constexpr u32 kv_row_bytes = D * KV_BYTES;   // of K, or of V
+  static constexpr u32 boxes = (kv_row_bytes + COLUMN_BYTES - 1) / COLUMN_BYTES;
   static constexpr u32 k_bytes = boxes * BOX_BYTES;
   static constexpr u32 stage_bytes = 2 * k_bytes;
   // Nine to twelve warps leave a thread 168 registers, up to eight 255: wide heads need those.
   static constexpr u32 consumer_warps = D <= 128 ? 8 : 4;
   static constexpr u32 threads = (consumer_warps + 1 + HELPERS) * 32;
-  // 256 columns of q beside 256 columns of accumulators do not fit into the registers.
-  static constexpr bool q_in_shared = D > 192;
+  // 256 columns of q beside 256 columns of accumulators do not fit into the registers, nor 128 beside
+  // what fp8 is converted to.
+  static constexpr bool q_in_shared = D > (FP8 ? 112 : 192);
   // Warpgroup products: whole boxes, q in registers.
   static constexpr bool can_group = TMA && D % 64 == 0 && !q_in_shared;
   static constexpr u32 q_bytes = q_in_shared ? consumer_warps * ROWS * row_bytes : 0;

@@ -21,6 +21,10 @@ __device__ __forceinline__ bool is_written(const float4& v) {
 }
 
 // Column 8 * i + j of a slot's state is at offset 64 * i + j.
+__device__ __forceinline__ constexpr u32 state_offset(u32 column) {
+  return column / 8 * 64 + column % 8;
+}
+
 template <u32 D>
 __device__ __forceinline__ float* partial_state(const TppParams& p, u32 slot) {
   return p.partial_out + static_cast<u64>(slot >> 3) * (8 * D) + (slot & 7) * 8;
@@ -57,6 +61,9 @@ struct OutputRow {
   template <class T>
   __device__ __forceinline__ void store(const TppParams& p, u32 column, const float4& v,
                                         float factor) const {
+    if constexpr (FP8) {
+      if (p.v_scale != nullptr) factor *= p.v_scale[kv_head];
+    }
     u16* out = static_cast<u16*>(p.out) + q_row * p.out_row + qo_head(p) * p.out_head + column;
     *reinterpret_cast<uint2*>(out) =
         make_uint2(T::pack(v.x * factor, v.y * factor), T::pack(v.z * factor, v.w * factor));
@@ -87,7 +94,7 @@ struct ColumnMerge {
   __device__ __forceinline__ void add_partials(const TppParams& p, const OutputRow& row,
                                                u32 column) {
     const u32 longest = __reduce_max_sync(~0u, row.num_partials);
-    const u32 offset = (column >> 3) * 64 + (column & 7);
+    const u32 offset = state_offset(column);
     const u32 copy = column / PIECE * 8;
 #pragma unroll 1
     for (u32 first = 0; first < longest; first += BATCH) {

@@ -169,7 +169,7 @@ template <u32 D>
 __device__ __forceinline__ void copy_rows(const Source& source, u32 box_tokens, u32 to,
                                           const StageSource& from, u32 head, u64 policy,
                                           u32 thread) {
-  constexpr u32 pieces = Shape<D>::row_bytes / 16;
+  constexpr u32 pieces = Shape<D>::kv_row_bytes / 16;
   constexpr u32 rows_at_once = COPY_THREADS / pieces;
   if (COPY_THREADS % pieces == 0 && rows_at_once % 8 == 0 && box_tokens == KEYS) {
     // A thread's pieces lie one below the other, also once they are swizzled.

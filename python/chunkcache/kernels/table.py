@@ -8,7 +8,12 @@ from typing import Any
 from chunkcache.errors import KernelError
 from chunkcache.kernels.build import Instance, source_folder
 
-_MACROS = {"type": "CHUNKCACHE_TYPE", "head_dim": "CHUNKCACHE_HEAD_DIM", "from": "CHUNKCACHE_FROM"}
+_MACROS = {
+    "type": "CHUNKCACHE_TYPE",
+    "kv": "CHUNKCACHE_KV",
+    "head_dim": "CHUNKCACHE_HEAD_DIM",
+    "from": "CHUNKCACHE_FROM",
+}
 
 
 @cache
