@@ -170,7 +170,9 @@ def check(work: Workload, plan: PlanTables, q, kv, out) -> float:
 def run(work: Workload, path: str) -> Result:
     """Check and time one row."""
     device = torch.cuda.current_device()
-    attention = TppAttention(device, "F16", work.num_qo_heads, work.num_kv_heads, HEAD_DIM, path)
+    attention = TppAttention(
+        device, "F16", "F16", work.num_qo_heads, work.num_kv_heads, HEAD_DIM, path
+    )
     plan = plan_of(work)
     schedule = cut_tables(plan, attention.heads)
     stream = torch.cuda.current_stream().cuda_stream

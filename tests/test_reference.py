@@ -3,10 +3,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkcache import reference
+from chunkcache import InvalidConfigError, reference
 from chunkcache.reference import Chunk, Partial, SharedChunk
 
 Generator = np.random.Generator
@@ -148,3 +149,41 @@ def test_error_of_a_zero_reference_is_infinite_unless_met() -> None:
     zero = np.zeros((1, 1, 2))
     assert reference.error(zero, zero) == 0
     assert reference.error(zero + 1e-30, zero) == np.inf
+
+
+class TestFp8:
+    """Conversion to e4m3, against torch's."""
+
+    def test_every_bit_pattern(self):
+        bits = np.arange(256, dtype=np.uint8).reshape(1, -1)
+        values = torch.from_numpy(bits).view(torch.float8_e4m3fn).double().numpy()
+        assert np.array_equal(reference.dequantise_fp8(bits), values, equal_nan=True)
+        back = reference.quantise_fp8(values)
+        assert np.array_equal(back[:, :255], bits[:, :255])
+
+    def test_every_half(self):
+        halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+        kept = halves[halves.abs() <= 448].reshape(1, -1)
+        assert np.array_equal(
+            reference.quantise_fp8(kept.float().numpy()),
+            kept.to(torch.float8_e4m3fn).view(torch.uint8).numpy(),
+        )
+
+    def test_what_is_too_large_becomes_the_largest(self):
+        x = np.array([[449, 1e30, np.inf, -500, -np.inf, np.nan]], dtype=np.float32)
+        assert reference.quantise_fp8(x).tolist() == [[0x7E, 0x7E, 0x7E, 0xFE, 0xFE, 0x7F]]
+
+    def test_scales_are_those_of_heads(self):
+        x = np.random.default_rng(0).standard_normal((5, 2, 16)).astype(np.float32)
+        scale = np.array([0.5, 0.01], dtype=np.float32)
+        found = reference.dequantise_fp8(reference.quantise_fp8(x, scale), scale)
+        assert (np.abs(found - x) <= 0.0626 * np.abs(x) + 0.5 * 2.0**-9).all()
+
+    @pytest.mark.parametrize("scale", [np.ones(3), np.ones((1, 2))])
+    def test_other_scales_are_refused(self, scale):
+        with pytest.raises(InvalidConfigError, match="scale: got shape"):
+            reference.quantise_fp8(np.zeros((5, 2, 16)), scale)
+
+    def test_other_bits_are_refused(self):
+        with pytest.raises(InvalidConfigError, match="bits: got int64, allowed is uint8"):
+            reference.dequantise_fp8(np.zeros((1, 16), dtype=np.int64))

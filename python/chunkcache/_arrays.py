@@ -28,6 +28,11 @@ T = TypeVar("T", bound=Tensor)
 #: Element types of K, V, queries and outputs, and their sizes in bytes.
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+#: K and V of 8 bits, on a CUDA device alone: four of exponent, three of mantissa, no infinities; as
+#: torch and numpy (ml_dtypes) name it. What else it may be called: as other engines have it.
+FP8 = "float8_e4m3fn"
+_FP8_NAMES = (FP8, "float8_e4m3", "fp8_e4m3", "fp8")
+
 #: Characters of a value that a message shows; of a longer one it gives the type.
 _MAX_SHOWN = 40
 
@@ -147,6 +152,13 @@ def check_dtype(name: str, dtype: Any) -> str:
     if found not in ITEM_SIZES:
         raise InvalidConfigError(f"{name}: got {found}, allowed is {' or '.join(ITEM_SIZES)}")
     return found
+
+
+def check_kv_dtype(name: str, dtype: Any) -> str:
+    """Return the name of an element type that K and V may have on some device, or refuse it."""
+    if isinstance(dtype, str) and dtype in _FP8_NAMES:
+        return FP8
+    return FP8 if dtype_name(dtype) == FP8 else check_dtype(name, dtype)
 
 
 def described(value: Any) -> str:

@@ -20,6 +20,7 @@ from chunkcache._core import Plan
 from chunkcache._types import Isa, KvLayout, Sharing
 from chunkcache.errors import InvalidConfigError
 from chunkcache.kernels import frontend, tensors
+from chunkcache.kernels.scales import check_unused
 
 _DTYPES = tuple(_arrays.ITEM_SIZES)
 
@@ -100,6 +101,8 @@ def run(
     num_threads: int | None = None,
     sharing: Sharing = "auto",
     isa: Isa | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Any:
     """Attention of a step's queries to pages of keys and values, in two phases.
 
@@ -108,6 +111,8 @@ def run(
     pages of a multiple of 16 tokens: torch tensors, or arrays of other libraries that have DLPack's
     methods or a `__cuda_array_interface__`, taken without a copy. That needs
     `chunkcache[cuda,torch]` and works on torch's current stream; new outputs are torch tensors.
+    There, from compute capability 8.9 on, pages may also be float8_e4m3fn, with float16 or bfloat16
+    queries (vLLM's, which are uint8, after `pages.view(torch.float8_e4m3fn)`).
 
     Args:
         plan: the step.
@@ -127,6 +132,9 @@ def run(
         sharing: which shared segments are read once for all their sequences: those for which the
             cost model says that it pays, "always" or "never".
         isa: the instruction set of the kernels; the best that the processor has by default.
+        k_scale: what stored keys in fp8 are to be multiplied by: a number, or float32
+            `[num_kv_heads]`; 1 by default. A tensor on the device costs no copy.
+        v_scale: the same for values.
 
     Returns:
         out, of q's dtype and kind; with `return_lse`, out and lse.
@@ -141,7 +149,8 @@ def run(
             given = f"sharing {_arrays.described(sharing)}, isa {_arrays.described(isa)}"
             raise InvalidConfigError(f"q: got a CUDA tensor with {given}, allowed is their default")
         on_device = tensors.as_tensor("q", q)
-        kv = frontend.paged_kv(k_pages, v_pages, kv_layout, on_device.device.index)
+        device = on_device.device.index
+        kv = frontend.paged_kv(k_pages, v_pages, kv_layout, device, k_scale, v_scale)
         how = frontend.Options(sm_scale, logits_soft_cap, window_left, return_lse)
         made = frontend.run(plan, on_device, kv, how, out, lse)
         if not return_lse:
@@ -150,6 +159,7 @@ def run(
             mine if own is None else own for mine, own in zip(made, (out, lse), strict=True)
         )
     k, v = _pages(k_pages, v_pages, kv_layout)
+    check_unused(k.dtype, k_scale=k_scale, v_scale=v_scale)
     queries = Expected(
         ("rows", "num_qo_heads", "head_dim"), (plan.num_rows, None, k.shape[3]), (k.dtype,)
     )

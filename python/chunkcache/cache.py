@@ -68,6 +68,8 @@ class ChunkCache:
         device: Any = "cpu",
         memory_fraction: float | None = None,
         num_qo_heads: int | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> None:
         """Make an empty cache.
 
@@ -79,7 +81,9 @@ class ChunkCache:
             head_dim: elements of one head's key or value; times the item size a multiple of 16
                 bytes.
             dtype: "float32", "float16" or "bfloat16", or that dtype of numpy or torch; not
-                "float32" on a CUDA device.
+                "float32" on a CUDA device, which has "float8_e4m3fn" instead (torch's name, or
+                "float8_e4m3", "fp8_e4m3", "fp8") from compute capability 8.9 on. With that, queries
+                are float16 or bfloat16.
             chunk_size: tokens per chunk, 16 to 128, a multiple of 16. Other engines call a chunk a
                 page or a block.
             capacity: chunks in the pool; give this, `capacity_bytes` or `memory_fraction`.
@@ -92,13 +96,20 @@ class ChunkCache:
             memory_fraction: share of the device's free memory to take, above 0 and up to 1.
             num_qo_heads: query heads of a layer, on a CUDA device: what plans are cut for before
                 the first `attend`, which tells it otherwise.
+            k_scale: what keys in fp8 are divided by when they are written and multiplied by when
+                they are read: a number, or float32 `[num_layers, num_kv_heads]`; 1 by default. A
+                head's largest key over 448 is the scale that uses the whole range.
+            v_scale: the same for values.
 
         Raises:
             InvalidConfigError: an argument that is not allowed.
             KernelError: no CUDA driver, or too little device memory.
         """
-        self.dtype = _arrays.check_dtype("dtype", dtype)
+        self.dtype = _arrays.check_kv_dtype("dtype", dtype)
         ordinal = storage.device_ordinal(device)
+        if ordinal is None and self.dtype == _arrays.FP8:
+            allowed = " or ".join(_arrays.ITEM_SIZES)
+            raise InvalidConfigError(f"dtype: got {self.dtype}, allowed on the CPU is {allowed}")
         sizes = (capacity, capacity_bytes, memory_fraction)
         if sum(size is not None for size in sizes) != 1:
             raise InvalidConfigError(
@@ -121,7 +132,7 @@ class ChunkCache:
             shape = storage.KvShape(num_layers, num_kv_heads, head_dim, self.dtype, chunk_size)
             chunks = storage.num_chunks(ordinal, shape, *sizes)
             self._cuda = storage.DeviceStorage(
-                ordinal, shape, chunks, num_qo_heads, enable_prefix_sharing
+                ordinal, shape, chunks, num_qo_heads, enable_prefix_sharing, k_scale, v_scale
             )
             self.device = f"cuda:{ordinal}"
             self.tree = self._cuda.host.tree
@@ -129,6 +140,8 @@ class ChunkCache:
         for name, only_cuda in (
             ("memory_fraction", memory_fraction),
             ("num_qo_heads", num_qo_heads),
+            ("k_scale", k_scale),
+            ("v_scale", v_scale),
         ):
             if only_cuda is not None:
                 raise InvalidConfigError(
@@ -287,7 +300,9 @@ class ChunkCache:
 
         Returns:
             New arrays k and v `[end - begin, num_kv_heads, head_dim]` of the cache's dtype, and of
-            the kind (numpy or torch) that was last written; torch tensors on a CUDA device.
+            the kind (numpy or torch) that was last written; torch tensors on a CUDA device. Of a
+            cache in fp8 it is what its elements stand for, their scales included, in float32;
+            `kv_layer` has the elements themselves.
 
         Raises:
             InvalidConfigError: a layer or positions that are not allowed, or memory that was never
@@ -335,7 +350,8 @@ class ChunkCache:
 
         Args:
             layer: the layer, from 0.
-            q: queries `[rows, num_qo_heads, head_dim]` of the cache's dtype, numpy or torch on the
+            q: queries `[rows, num_qo_heads, head_dim]` of the cache's dtype (float16 or bfloat16
+                for a cache in fp8), numpy or torch on the
                 CPU, or torch on the cache's CUDA device, in any strides of rows and heads;
                 num_qo_heads is a multiple of num_kv_heads.
             plan: the step.

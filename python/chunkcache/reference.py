@@ -278,6 +278,49 @@ def two_phase_attention(
     return np.concatenate([o for o, _ in finished]), np.concatenate([lse for _, lse in finished])
 
 
+def quantise_fp8(x: npt.ArrayLike, scale: npt.ArrayLike = 1.0) -> npt.NDArray[np.uint8]:
+    """Return K or V as a cache in fp8 (e4m3, without infinities) stores them.
+
+    Args:
+        x: keys or values `[..., num_kv_heads, head_dim]`.
+        scale: of all heads, or `[num_kv_heads]`.
+
+    Returns:
+        The bits of x / scale (in float32): a sign, four bits of exponent, three of mantissa. To the
+        nearest, ties to even; what is beyond 448 becomes 448, and NaN stays NaN.
+
+    Raises:
+        InvalidConfigError: shapes that do not fit each other.
+    """
+    with np.errstate(all="ignore"):
+        wanted = (np.asarray(x, dtype=np.float32) / _per_head(x, scale)).astype(np.float64)
+        size = np.minimum(np.abs(wanted), _FP8_VALUES[_FP8_MAX])
+        # Steps of a binade are an eighth of it; the smallest binade reaches down to zero.
+        exponent = np.clip(np.floor(np.log2(size)), -6, 8)
+        step = np.exp2(np.where(np.isnan(exponent), 0, exponent) - 3)
+        rounded = np.rint(size / step) * step
+    bits = np.searchsorted(_FP8_VALUES[: _FP8_MAX + 1], rounded).astype(np.uint8)
+    signed = bits | np.where(np.signbit(wanted), np.uint8(0x80), np.uint8(0))
+    return np.where(np.isnan(wanted), np.uint8(0x7F), signed).astype(np.uint8)
+
+
+def dequantise_fp8(bits: npt.ArrayLike, scale: npt.ArrayLike = 1.0) -> Array:
+    """Return what the bits of `quantise_fp8` stand for, in float64.
+
+    Args:
+        bits: uint8 `[..., num_kv_heads, head_dim]`.
+        scale: of all heads, or `[num_kv_heads]`.
+
+    Raises:
+        InvalidConfigError: shapes that do not fit each other, or bits of another dtype.
+    """
+    codes = np.asarray(bits)
+    if codes.dtype != np.uint8:
+        raise InvalidConfigError(f"bits: got {codes.dtype}, allowed is uint8")
+    values: Array = _FP8_VALUES[codes & 0x7F] * np.where(codes & 0x80, -1.0, 1.0)
+    return np.multiply(values, _per_head(codes, scale), dtype=np.float64)
+
+
 def error(out: npt.ArrayLike, ref: npt.ArrayLike) -> float:
     """Return the largest `max|out - ref| / max|ref|` over rows and heads, the maxima over head_dim.
 
@@ -322,6 +365,32 @@ def _check_chunk(name: str, chunk: Chunk) -> None:
     if not isinstance(chunk, Chunk):
         raise InvalidConfigError(f"{name}: got {_arrays.described(chunk)}, allowed is a Chunk")
     _arrays.index(f"{name}.start", chunk.start, 0, _oracle.MAX_SIZE)
+
+
+def _fp8_values() -> Array:
+    """Return what the bits without a sign stand for."""
+    bits = np.arange(0x80)
+    exponent, mantissa = bits >> 3, bits & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.exp2(exponent - 10.0))
+    values[0x7F] = np.nan
+    return values
+
+
+_FP8_VALUES = _fp8_values()
+_FP8_MAX = 0x7E
+
+
+def _per_head(x: npt.ArrayLike, scale: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Return a scale, shaped to be broadcast with `[..., num_kv_heads, head_dim]`."""
+    shape, found = np.shape(x), np.asarray(scale, dtype=np.float32)
+    if found.ndim == 0:
+        return found
+    if len(shape) < 2 or found.shape != shape[-2:-1]:
+        raise InvalidConfigError(
+            f"scale: got shape {list(found.shape)}, allowed is a number or one for each head of"
+            f" {list(shape)}"
+        )
+    return found[:, np.newaxis]
 
 
 def _finite(m: Array) -> Array:

@@ -2,9 +2,9 @@
 
 import torch
 
-from support.devices import NEEDS_CUDA
+from support.devices import NEEDS_CUDA, NEEDS_FP8
 
-__all__ = ["NEEDS_CUDA", "PATHS"]
+__all__ = ["NEEDS_CUDA", "NEEDS_FP8", "PATHS"]
 
 #: The paths that the device has.
 PATHS = ["sm_80"]

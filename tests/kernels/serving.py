@@ -14,14 +14,24 @@ LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM, CHUNK = 2, 2, 6, 64, 16
 
 
 class Serving:
-    """A cache, what its sequences hold, and a captured step of `rows` rows."""
+    """A cache, what its sequences hold, and a captured step of `rows` rows.
 
-    def __init__(self, rows: int, capacity: int = 64, **options: Any) -> None:
+    In fp8, each layer's and head's keys and values have a scale of their own.
+    """
+
+    def __init__(
+        self, rows: int, capacity: int = 64, dtype: str = "float16", **options: Any
+    ) -> None:
+        self.scales: Any = None
+        if dtype == "fp8":
+            self.scales = np.random.default_rng(7).uniform(0.003, 0.1, (2, LAYERS, KV_HEADS))
+            self.scales = self.scales.astype(np.float32)
+            options |= {"k_scale": self.scales[0], "v_scale": self.scales[1]}
         self.cache = ChunkCache(
             LAYERS,
             KV_HEADS,
             HEAD_DIM,
-            dtype="float16",
+            dtype=dtype,
             chunk_size=CHUNK,
             capacity=capacity,
             device="cuda",
@@ -29,7 +39,8 @@ class Serving:
             **options,
         )
         for layer in range(LAYERS):
-            self.cache.kv_layer(layer).fill_(float("nan"))
+            pages = self.cache.kv_layer(layer)
+            pages.copy_(torch.full_like(pages, float("nan"), dtype=torch.float32))
         self.kv = PrefixKv(LAYERS, KV_HEADS, HEAD_DIM, num_qo_heads=QO_HEADS, dtype="float16")
         self.rows = rows
         self.tokens: dict[int, list[int]] = {}
@@ -115,6 +126,16 @@ class Serving:
                 self.k[layer, row], self.v[layer, row] = to_cuda(k[-1]), to_cuda(v[-1])
                 self.q[layer, row] = to_cuda(self.kv.queries(layer, known)[-1])
 
+    def stored(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
+        """What the cache holds in the place of keys and values."""
+        if self.scales is None:
+            return k, v
+        stored_k, stored_v = (
+            reference.dequantise_fp8(reference.quantise_fp8(x, scale[layer]), scale[layer])
+            for x, scale in zip((k, v), self.scales, strict=True)
+        )
+        return stored_k, stored_v
+
     def check(self, entries: Sequence[Entry | None]) -> None:
         """Compare the output with float64, and positions with the sequences."""
         positions = self.step.positions.cpu().tolist()
@@ -127,7 +148,7 @@ class Serving:
                 assert entry.count == 1
                 assert positions[row] == entry.start
                 known = entry.tokens[: entry.end]
-                k, v = self.kv.keys_values(layer, known)
+                k, v = self.stored(layer, *self.kv.keys_values(layer, known))
                 q = self.kv.queries(layer, known)[-1:]
                 expected, _ = reference.attention(q, k, v)
                 assert reference.error(out[row : row + 1], expected) <= TOLERANCE["float16"]

@@ -12,7 +12,9 @@ from chunkcache.kernels.table import find, instances
 from chunkcache.kernels.tpp import ELEMENTS, HEAD_DIMS
 
 
-def test_the_table_is_small():
+def test_the_table_is_as_large_as_it_says():
+    table = (source_folder() / "instances.toml").read_text()
+    assert f"\n# {len(instances())} in all, of at most 60" in table
     assert len(instances()) <= 60
 
 
@@ -25,6 +27,8 @@ def test_every_head_dim_has_both_paths():
         for head_dim in HEAD_DIMS:
             for arch in ("sm_90a", "compute_80"):
                 assert find(f"tpp_{element}_{head_dim}".lower(), arch).arch == arch
+            over_fp8 = find(f"tpp_{element}_e4m3_{head_dim}".lower(), "compute_89")
+            assert ("CHUNKCACHE_KV", "E4M3") in over_fp8.defines
 
 
 def test_an_unknown_kernel_is_named():

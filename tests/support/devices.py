@@ -14,6 +14,11 @@ NEEDS_CUDA = pytest.mark.skipif(
     reason="needs a CUDA device and chunkcache[cuda]",
 )
 
+NEEDS_FP8 = pytest.mark.skipif(
+    NEEDS_CUDA.args[0] or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device of compute capability 8.9 or more and chunkcache[cuda]",
+)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 
 

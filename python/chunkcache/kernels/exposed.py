@@ -29,11 +29,12 @@ def int64_words(memory: DeviceWords, begin: int, count: int, device: int) -> "to
     return _tensor(memory, memory.address + 8 * begin, (count,), "<i8", device)
 
 
-def halves(
+def elements(
     memory: DeviceWords, address: int, shape: tuple[int, ...], dtype: "torch.dtype", device: int
 ) -> "torch.Tensor":
-    """Return what lies at an address in some memory as a contiguous tensor of a 16-bit dtype."""
-    return _tensor(memory, address, shape, "<i2", device).view(dtype)
+    """Return what lies at an address in some memory as a contiguous tensor of 8 or 16-bit items."""
+    code = {1: "|u1", 2: "<i2"}[dtype.itemsize]
+    return _tensor(memory, address, shape, code, device).view(dtype)
 
 
 def _tensor(

@@ -6,6 +6,7 @@ use of a plan, whose tables are copied then. (Under CUDA-graph capture, use the 
 
 import struct
 import sys
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,11 @@ from chunkcache.errors import InvalidConfigError, StalePlanError
 from chunkcache.kernels.costs import costs_of
 from chunkcache.kernels.driver import Launch, load
 from chunkcache.kernels.params import Operands, Scores, Strides
+from chunkcache.kernels.scales import check_unused, head_scales
 from chunkcache.kernels.table import find
 from chunkcache.kernels.tensors import (
     ELEMENTS,
+    KV_ELEMENTS,
     Wanted,
     as_tensor,
     check,
@@ -33,15 +36,43 @@ if TYPE_CHECKING:
     import torch
 
 _HALVES = ("float16", "bfloat16")
+_PAGES = tuple(KV_ELEMENTS)
 
 _tables: WeakKeyDictionary[Plan, dict[TppAttention, TppTables]] = WeakKeyDictionary()
 
 
 class PagedKv(NamedTuple):
-    """K and V as views `[pages, page_size, num_kv_heads, head_dim]`."""
+    """K and V as views `[pages, page_size, num_kv_heads, head_dim]`.
+
+    Of fp8, an element stands for what is stored times the scale of its head, float32
+    `[num_kv_heads]`; None is 1.
+    """
 
     k: "torch.Tensor"
     v: "torch.Tensor"
+    k_scale: "torch.Tensor | None" = None
+    v_scale: "torch.Tensor | None" = None
+
+    @property
+    def element(self) -> str:
+        """Type of an element, as the kernels name it."""
+        return KV_ELEMENTS[dtype_name(self.k)]
+
+    @property
+    def strides(self) -> tuple[Strides, Strides]:
+        """Strides of K and of V."""
+        size = self.k.element_size()
+        k, v = (
+            Strides(*(stride * size for stride in (x.stride(0), x.stride(2), x.stride(1))))
+            for x in (self.k, self.v)
+        )
+        return k, v
+
+    @property
+    def scale_addresses(self) -> tuple[int, int]:
+        """Where the scales are, 0 for none."""
+        k, v = (0 if x is None else x.data_ptr() for x in (self.k_scale, self.v_scale))
+        return k, v
 
 
 class Options(NamedTuple):
@@ -53,7 +84,14 @@ class Options(NamedTuple):
     return_lse: bool
 
 
-def paged_kv(k_pages: Any, v_pages: Any, kv_layout: str, device: int) -> PagedKv:
+def paged_kv(
+    k_pages: Any,
+    v_pages: Any,
+    kv_layout: str,
+    device: int,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> PagedKv:
     """Check pages of K and V and view them tokens first.
 
     Args:
@@ -61,9 +99,12 @@ def paged_kv(k_pages: Any, v_pages: Any, kv_layout: str, device: int) -> PagedKv
         v_pages: values or None.
         kv_layout: "NHD" or "HND".
         device: CUDA ordinal.
+        k_scale: scales of keys in fp8; see `chunkcache.attention.run`.
+        v_scale: scales of values.
 
     Raises:
-        InvalidConfigError: pages that the kernels cannot read in place.
+        InvalidConfigError: pages that the kernels cannot read in place, or scales that are not
+            theirs.
     """
     if kv_layout not in ("NHD", "HND"):
         raise InvalidConfigError(f"kv_layout: got {kv_layout!r}, allowed is 'NHD' or 'HND'")
@@ -71,10 +112,10 @@ def paged_kv(k_pages: Any, v_pages: Any, kv_layout: str, device: int) -> PagedKv
     dims = ("pages", *inner, "head_dim")
     if v_pages is None:
         combined = ("pages", "2", *inner, "head_dim")
-        both = check("k_pages", k_pages, Wanted(combined, (None, 2, *(None,) * 3), _HALVES, device))
+        both = check("k_pages", k_pages, Wanted(combined, (None, 2, *(None,) * 3), _PAGES, device))
         k, v = both[:, 0], both[:, 1]
     else:
-        k = check("k_pages", k_pages, Wanted(dims, (None,) * 4, _HALVES, device))
+        k = check("k_pages", k_pages, Wanted(dims, (None,) * 4, _PAGES, device))
         same = Wanted(dims, tuple(k.shape), (dtype_name(k),), device)
         v = check("v_pages", v_pages, same)
     for name, pages in (("k_pages", k), ("v_pages", v)):
@@ -83,7 +124,13 @@ def paged_kv(k_pages: Any, v_pages: Any, kv_layout: str, device: int) -> PagedKv
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     if k.shape[3] not in HEAD_DIMS:
         raise InvalidConfigError(f"head_dim: got {k.shape[3]}, allowed is {HEAD_DIMS}")
-    return PagedKv(k, v)
+    check_unused(dtype_name(k), k_scale=k_scale, v_scale=v_scale)
+    heads = k.shape[2]
+    scales = (
+        head_scales("k_scale", k_scale, heads, device),
+        head_scales("v_scale", v_scale, heads, device),
+    )
+    return PagedKv(k, v, *scales)
 
 
 def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -> Any:
@@ -103,7 +150,7 @@ def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -
         KernelError: the kernels could not be built or launched.
     """
     call = prepare(plan.num_rows, q, kv, options, out, lse)
-    attention = attention_of(kv, call.q.shape[1])
+    attention = attention_of(kv, call.q)
     tables = device_tables(plan, attention, stream_of(attention.device))
     launch(attention, tables, kv, call, options)
     return call.result(options)
@@ -137,13 +184,13 @@ def prepare(num_rows: int, q: Any, kv: PagedKv, options: Options, out: Any, lse:
     """
     device, head_dim = kv.k.device.index, kv.k.shape[3]
     dims = ("rows", "num_qo_heads", "head_dim")
-    queries = Wanted(dims, (num_rows, None, head_dim), (dtype_name(kv.k),), device)
-    q = check("q", q, queries)
+    allowed = _HALVES if kv.element == "E4M3" else (dtype_name(kv.k),)
+    q = check("q", q, Wanted(dims, (num_rows, None, head_dim), allowed, device))
     check_aligned("q", q, 16)
     torch = sys.modules["torch"]
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    out = check("out", out, queries._replace(sizes=tuple(q.shape)))
+    out = check("out", out, Wanted(dims, tuple(q.shape), (dtype_name(q),), device))
     check_aligned("out", out, 8)
     if lse is None and options.return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -157,20 +204,22 @@ def prepare(num_rows: int, q: Any, kv: PagedKv, options: Options, out: Any, lse:
     return Call(q, out, lse)
 
 
-def attention_of(kv: PagedKv, num_qo_heads: int) -> TppAttention:
-    """Return the kernel for pages and a number of query heads, for the device's best path.
+def attention_of(kv: PagedKv, q: "torch.Tensor") -> TppAttention:
+    """Return the kernel for pages and checked queries, for the device's best path.
 
     Raises:
-        InvalidConfigError: a head shape that no kernel was written for.
+        InvalidConfigError: a head shape that no kernel was written for, or fp8 on a device that
+            does not have it.
     """
     device = kv.k.device.index
     return TppAttention(
         device,
-        ELEMENTS[dtype_name(kv.k)],
-        num_qo_heads,
+        ELEMENTS[dtype_name(q)],
+        kv.element,
+        q.shape[1],
         kv.k.shape[2],
         kv.k.shape[3],
-        best_path(device),
+        best_path(device, kv.element, "k_pages"),
     )
 
 
@@ -190,14 +239,17 @@ def launch(
         KernelError: the kernels could not be built or launched.
     """
     q, out, lse = call
-    k, v = (
-        Strides(*(stride * x.element_size() for stride in (x.stride(0), x.stride(2), x.stride(1))))
-        for x in kv
-    )
     scale = attention.head_dim**-0.5 if options.sm_scale is None else options.sm_scale
     attention.launch(
         tables,
-        Pages(kv.k.data_ptr(), kv.v.data_ptr(), k, v, kv.k.shape[0], kv.k.shape[1]),
+        Pages(
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            *kv.strides,
+            kv.k.shape[0],
+            kv.k.shape[1],
+            *kv.scale_addresses,
+        ),
         Operands(
             q=q.data_ptr(),
             q_row=q.stride(0),
@@ -222,7 +274,7 @@ def device_tables(plan: Plan, attention: TppAttention, stream: int) -> TppTables
         raise StalePlanError("plan: got a closed one, allowed is an open plan")
     made = _tables.setdefault(plan, {})
     if attention not in made:
-        costs = costs_of(attention.device)
+        costs = costs_of(attention.device).for_item_size(attention.item_size)
         schedule = cut_plan(plan, attention.heads, costs)
         tables = plan_tables(plan)
         made[attention] = TppTables(attention.device, tables, schedule, attention.head_dim, stream)
@@ -231,6 +283,9 @@ def device_tables(plan: Plan, attention: TppAttention, stream: int) -> TppTables
 
 def write_kv(k: Any, v: Any, slot_mapping: Any, kv: PagedKv) -> None:
     """Write K and V of new tokens into their slots, converted to the pages' dtype.
+
+    Pages of fp8 take them over their scales, to the nearest, ties to even; what is beyond 448
+    becomes 448, and NaN stays NaN.
 
     Args:
         k: keys `[rows, num_kv_heads, head_dim]`, float32, float16 or bfloat16.
@@ -253,7 +308,7 @@ def write_kv(k: Any, v: Any, slot_mapping: Any, kv: PagedKv) -> None:
     if rows == 0:
         return
     params = struct.pack(
-        "<2Q4q2Q6qQ4I",
+        "<2Q4q2Q6q3Q4I",
         k.data_ptr(),
         v.data_ptr(),
         k.stride(0),
@@ -262,16 +317,17 @@ def write_kv(k: Any, v: Any, slot_mapping: Any, kv: PagedKv) -> None:
         v.stride(1),
         kv.k.data_ptr(),
         kv.v.data_ptr(),
-        *(kv.k.stride(i) * kv.k.element_size() for i in (0, 2, 1)),
-        *(kv.v.stride(i) * kv.v.element_size() for i in (0, 2, 1)),
+        *(step for strides in kv.strides for step in astuple(strides)),
         slots.data_ptr(),
+        *kv.scale_addresses,
         k.shape[1],
         k.shape[2],
         kv.k.shape[1],
         0,
     )
-    name = f"write_kv_{ELEMENTS[dtype_name(k)]}_{ELEMENTS[dtype_name(kv.k)]}".lower()
-    Launch(load(find(name), device, 0), rows, 128, 0, params).run(stream_of(device))
+    name = f"write_kv_{ELEMENTS[dtype_name(k)]}_{kv.element}".lower()
+    arch = "compute_89" if kv.element == "E4M3" else "compute_80"
+    Launch(load(find(name, arch), device, 0), rows, 128, 0, params).run(stream_of(device))
 
 
 def merge_state(

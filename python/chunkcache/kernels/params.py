@@ -74,6 +74,7 @@ class Shape:
 def tpp_params(
     maps: tuple[bytes, bytes],
     kv: tuple[int, int],
+    kv_scales: tuple[int, int],
     strides: tuple[Strides, Strides],
     operands: Operands,
     tables: TableAddresses,
@@ -85,6 +86,7 @@ def tpp_params(
     Args:
         maps: the tensor maps of K and V, 128 bytes each (zeros on the path without them).
         kv: addresses of K's and V's page 0.
+        kv_scales: addresses of their scales for each head, 0 for 1.
         strides: K's and V's strides.
         operands: q, output, lse.
         tables: the tables and the workspace.
@@ -131,8 +133,7 @@ def tpp_params(
             cap,
             -(-(1 << 32) // shape.ring_stages),
             0 if shape.group == 1 else -(-(1 << 32) // shape.group),
-            0,
-            0,
+            *kv_scales,
         )
     )
     return packed + bytes(-len(packed) % 64)

@@ -12,15 +12,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chunkcache import _arrays
+from chunkcache._arrays import FP8
 from chunkcache._core import DeviceCache, Plan
 from chunkcache.errors import InvalidConfigError, KernelError
 from chunkcache.kernels import frontend
 from chunkcache.kernels.costs import costs_of
 from chunkcache.kernels.driver import activate, check, driver
-from chunkcache.kernels.exposed import halves
+from chunkcache.kernels.exposed import elements
 from chunkcache.kernels.image import DeviceImage, TableState, Workspace
+from chunkcache.kernels.scales import check_unused, layer_scales
 from chunkcache.kernels.streams import StreamOrder, use_stream
-from chunkcache.kernels.tensors import ELEMENTS
+from chunkcache.kernels.tensors import ELEMENTS, KV_ELEMENTS, dtype_name
 from chunkcache.kernels.tpp import HEAD_DIMS, DeviceWords, TppAttention, best_path
 
 if TYPE_CHECKING:
@@ -43,10 +45,15 @@ class KvShape(NamedTuple):
     chunk_size: int
 
     @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return 1 if self.dtype == FP8 else 2
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk's K and V over all layers."""
         rows = self.num_layers * 2 * self.num_kv_heads * self.chunk_size
-        return rows * self.head_dim * 2
+        return rows * self.head_dim * self.item_size
 
 
 def check_shape(shape: KvShape) -> None:
@@ -57,10 +64,9 @@ def check_shape(shape: KvShape) -> None:
     """
     for name, size in (("num_layers", shape.num_layers), ("num_kv_heads", shape.num_kv_heads)):
         _arrays.index(name, size, 1, _MAX_DIM)
-    if shape.dtype not in ("float16", "bfloat16"):
-        raise InvalidConfigError(
-            f"dtype: got {shape.dtype}, allowed on a CUDA device is float16 or bfloat16"
-        )
+    if shape.dtype not in KV_ELEMENTS:
+        allowed = " or ".join(KV_ELEMENTS)
+        raise InvalidConfigError(f"dtype: got {shape.dtype}, allowed on a CUDA device is {allowed}")
     if _arrays.index("head_dim", shape.head_dim, HEAD_DIMS[0], HEAD_DIMS[-1]) not in HEAD_DIMS:
         allowed = " or ".join(map(str, HEAD_DIMS))
         raise InvalidConfigError(
@@ -88,6 +94,8 @@ class DeviceStorage:
         capacity: int,
         num_qo_heads: int | None,
         enable_prefix_sharing: bool,
+        k_scale: Any,
+        v_scale: Any,
     ) -> None:
         """Allocate the arena.
 
@@ -98,14 +106,25 @@ class DeviceStorage:
             num_qo_heads: query heads that plans are cut for at first; those of the first `attend`
                 if None.
             enable_prefix_sharing: without it nothing is shared.
+            k_scale: of keys in fp8; see `ChunkCache`.
+            v_scale: of values.
 
         Raises:
             InvalidConfigError: sizes that are not allowed.
             KernelError: no device or driver, or too little device memory.
         """
         check_shape(shape)
+        check_unused(shape.dtype, k_scale=k_scale, v_scale=v_scale)
         heads = shape.num_kv_heads if num_qo_heads is None else num_qo_heads
-        attention = self._attention_for(device, shape, heads)
+        # Plans are cut alike for all types of q.
+        q_element = ELEMENTS.get(shape.dtype, "F16")
+        attention = self._attention_for(device, shape, q_element, heads)
+        self._scales: list[Any] | None = None
+        if shape.dtype == FP8:
+            self._scales = [
+                layer_scales(name, given, shape.num_layers, shape.num_kv_heads, device)
+                for name, given in (("k_scale", k_scale), ("v_scale", v_scale))
+            ]
         self.device = device
         self.shape = shape
         self._memory = DeviceWords(device, shape.chunk_bytes * capacity)
@@ -117,21 +136,29 @@ class DeviceStorage:
                 shape.num_kv_heads,
                 shape.chunk_size,
                 shape.head_dim,
-                2,
+                shape.item_size,
             ),
             attention.heads.packed(),
-            costs_of(device).packed(),
+            costs_of(device).for_item_size(shape.item_size).packed(),
             enable_prefix_sharing,
         )
         dtype = getattr(sys.modules["torch"], shape.dtype)
         sizes = (capacity, 2, shape.num_kv_heads, shape.chunk_size, shape.head_dim)
         self._layers = [
-            halves(self._memory, self.host.layer(layer)[0], sizes, dtype, device)
+            elements(self._memory, self.host.layer(layer)[0], sizes, dtype, device)
             for layer in range(shape.num_layers)
+        ]
+        self._paged = [
+            frontend.PagedKv(
+                pages[:, 0].transpose(1, 2),
+                pages[:, 1].transpose(1, 2),
+                *(scale[layer] for scale in self._scales or ()),
+            )
+            for layer, pages in enumerate(self._layers)
         ]
         pages = (shape.num_layers, *sizes)
         self._arena = frontend.Arena(
-            halves(self._memory, self._memory.address, pages, dtype, device)
+            elements(self._memory, self._memory.address, pages, dtype, device)
         )
         self._order = StreamOrder(device)
         self._lock = threading.RLock()
@@ -140,15 +167,18 @@ class DeviceStorage:
         self._capturing: CapturedStep | None = None
 
     @staticmethod
-    def _attention_for(device: int, shape: KvShape, num_qo_heads: int) -> TppAttention:
-        element = ELEMENTS[shape.dtype]
+    def _attention_for(
+        device: int, shape: KvShape, q_element: str, num_qo_heads: int
+    ) -> TppAttention:
+        kv_element = KV_ELEMENTS[shape.dtype]
         return TppAttention(
             device,
-            element,
+            q_element,
+            kv_element,
             num_qo_heads,
             shape.num_kv_heads,
             shape.head_dim,
-            best_path(device),
+            best_path(device, kv_element),
         )
 
     @contextmanager
@@ -178,11 +208,14 @@ class DeviceStorage:
             return self._layer(layer)
 
     def _layer(self, layer: int) -> "torch.Tensor":
-        return self._layers[_arrays.index("layer", layer, 0, self.shape.num_layers - 1)]
+        return self._layers[self._index(layer)]
+
+    def _index(self, layer: Any) -> int:
+        return _arrays.index("layer", layer, 0, self.shape.num_layers - 1)
 
     def write_kv(self, layer: int, k: Any, v: Any, plan: Plan, stream: Any) -> None:
         """Write one layer's K and V of a step; see `ChunkCache.write_kv`."""
-        kv = _paged(self._layer(layer))
+        kv = self._paged[self._index(layer)]
         with self.submitting(stream) as handle:
             image = self._synced(plan, handle)
             slots = image.slot_mapping[: plan.num_rows]
@@ -199,10 +232,11 @@ class DeviceStorage:
         stream: Any,
     ) -> Any:
         """Attention of a step's queries in one layer; see `ChunkCache.attend`."""
-        kv = _paged(self._layer(layer))
+        kv = self._paged[self._index(layer)]
         with self.submitting(stream) as handle:
             call = frontend.prepare(plan.num_rows, q, kv, options, out, lse)
-            attention = self._attention_for(self.device, self.shape, call.q.shape[1])
+            q_element, num_qo_heads = ELEMENTS[dtype_name(call.q)], call.q.shape[1]
+            attention = self._attention_for(self.device, self.shape, q_element, num_qo_heads)
             image = self._synced(plan, handle, attention)
             workspace = self._workspace_for(TableState.of(self.host, plan), handle)
             frontend.launch(attention, image.tables(workspace), kv, call, options)
@@ -218,10 +252,17 @@ class DeviceStorage:
         with self.submitting(stream):
             chunks = torch.tensor(self.host.chunks_of(seq, begin, end), dtype=torch.int64)
             index = chunks.pin_memory().to(pages.device, non_blocking=True)
-            found = pages.index_select(0, index).permute(1, 0, 3, 2, 4)
+            # As plain bytes: torch indexes few things in fp8.
+            stored = pages.view(torch.uint8) if self._scales else pages
+            found = stored.index_select(0, index).permute(1, 0, 3, 2, 4)
             first = begin // size * size
             rows = found.reshape(2, -1, self.shape.num_kv_heads, self.shape.head_dim)
             k, v = rows[:, begin - first : end - first]
+            if self._scales:
+                k, v = (
+                    x.view(pages.dtype).float() * scale[layer][:, None]
+                    for x, scale in zip((k, v), self._scales, strict=True)
+                )
             return k, v
 
     def _synced(
@@ -274,10 +315,6 @@ class DeviceStorage:
                 yield
             finally:
                 self._capturing = None
-
-
-def _paged(layer: "torch.Tensor") -> frontend.PagedKv:
-    return frontend.PagedKv(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2))
 
 
 def device_ordinal(device: Any) -> int | None:

@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chunkcache._arrays import FP8
 from chunkcache.errors import InvalidConfigError
 
 if TYPE_CHECKING:
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
 #: Element types as the kernels name them.
 ELEMENTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+#: Those of pages.
+KV_ELEMENTS = {"float16": "F16", "bfloat16": "BF16", FP8: "E4M3"}
 
 
 #: DLPack's numbers of CUDA memory: plain and managed.

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from chunkcache._arrays import FP8
 from chunkcache.errors import InvalidConfigError
 from chunkcache.kernels.build import Instance
 from chunkcache.kernels.driver import (
@@ -32,10 +33,11 @@ from chunkcache.kernels.params import (
 from chunkcache.kernels.table import find
 from chunkcache.kernels.work import STAGE_KEYS, Heads, PlanTables, Schedule
 
-Path = Literal["sm_90", "sm_80"]
+Path = Literal["sm_90", "sm_89", "sm_80"]
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 ELEMENTS = ("F16", "BF16")
+KV_ELEMENTS = (*ELEMENTS, "E4M3")
 MAX_STAGES = 24
 NOT_WRITTEN = 0x80000000  # of a word of a partial state between launches (cuda/tpp/merge.cuh)
 CONTROL_BYTES = 8192  # `Control` in cuda/tpp/layout.cuh, rounded up
@@ -52,6 +54,8 @@ class Pages:
         v_strides: V's strides.
         num_pages: pages that may be read.
         page_size: tokens of a page, a multiple of 16.
+        k_scale: address of K's scales, float32 for each head, where it is of 8 bits; 0 for 1.
+        v_scale: address of V's scales.
     """
 
     k: int
@@ -60,11 +64,30 @@ class Pages:
     v_strides: Strides
     num_pages: int
     page_size: int
+    k_scale: int = 0
+    v_scale: int = 0
 
 
-def best_path(device: int) -> Path:
-    """Return the path of a device's best kernels."""
-    return "sm_90" if limits(device).capability == (9, 0) else "sm_80"
+def best_path(device: int, kv_element: str, name: str = "dtype") -> Path:
+    """Return the path of a device's best kernels over K and V of some type.
+
+    Args:
+        device: CUDA ordinal.
+        kv_element: one of `KV_ELEMENTS`.
+        name: the argument that the type comes from, for messages.
+
+    Raises:
+        InvalidConfigError: the device does not convert fp8.
+    """
+    major, minor = capability = limits(device).capability
+    if kv_element == "E4M3":
+        if capability < (8, 9):
+            raise InvalidConfigError(
+                f"{name}: got {FP8} on a device of compute capability {major}.{minor}, allowed"
+                " there is float16 or bfloat16; fp8 needs 8.9 or more"
+            )
+        return "sm_89"
+    return "sm_90" if capability == (9, 0) else "sm_80"
 
 
 class DeviceWords:
@@ -182,15 +205,18 @@ class TppAttention:
 
     Attributes:
         device: CUDA ordinal.
-        element: type of q, K, V and the output: `F16` or `BF16`.
+        element: type of q and the output: `F16` or `BF16`.
+        kv_element: type of K and V: that of q, or `E4M3`.
         num_qo_heads: query heads.
         num_kv_heads: K/V heads.
         head_dim: one of `HEAD_DIMS`.
-        path: `sm_90` (bulk tensor copies) or `sm_80` (cp.async).
+        path: `sm_90` (bulk tensor copies) or `sm_80` (cp.async); `sm_89`, which is `sm_80` over
+            fp8.
     """
 
     device: int
     element: str
+    kv_element: str
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
@@ -202,6 +228,15 @@ class TppAttention:
             raise InvalidConfigError(f"head_dim: got {self.head_dim}, allowed is {HEAD_DIMS}")
         if self.element not in ELEMENTS:
             raise InvalidConfigError(f"dtype: got {self.element}, allowed is {ELEMENTS}")
+        if self.kv_element not in (self.element, "E4M3"):
+            raise InvalidConfigError(
+                f"dtype: got K and V of {self.kv_element}, allowed for q of {self.element} is the"
+                " same or E4M3"
+            )
+        if (self.path == "sm_89") != (self.kv_element == "E4M3"):
+            raise InvalidConfigError(
+                f"path: got {self.path}, allowed for K and V of {self.kv_element} is another one"
+            )
         if self.num_qo_heads % self.num_kv_heads:
             raise InvalidConfigError(
                 f"num_qo_heads: got {self.num_qo_heads}, allowed is a multiple of "
@@ -219,16 +254,23 @@ class TppAttention:
         )
 
     @property
+    def item_size(self) -> int:
+        """Bytes of an element of K or V."""
+        return 1 if self.kv_element == "E4M3" else 2
+
+    @property
     def _consumer_warps(self) -> int:
         return 8 if self.head_dim <= 128 else 4
 
     @property
     def _stage_bytes(self) -> int:
-        return 2 * -(-self.head_dim * 2 // 128) * 128 * STAGE_KEYS
+        return 2 * -(-self.head_dim * self.item_size // 128) * 128 * STAGE_KEYS
 
     @property
     def _q_bytes(self) -> int:
-        return self._consumer_warps * 16 * self.head_dim * 2 if self.head_dim > 192 else 0
+        in_registers = 112 if self.kv_element == "E4M3" else 192
+        in_shared = self.head_dim > in_registers
+        return self._consumer_warps * 16 * self.head_dim * 2 if in_shared else 0
 
     @property
     def _fixed_bytes(self) -> int:
@@ -238,8 +280,9 @@ class TppAttention:
     @property
     def instance(self) -> Instance:
         """The entry point that is compiled."""
-        arch = "sm_90a" if self.path == "sm_90" else "compute_80"
-        return find(f"tpp_{self.element}_{self.head_dim}".lower(), arch)
+        arch = {"sm_90": "sm_90a", "sm_89": "compute_89", "sm_80": "compute_80"}[self.path]
+        kv = "_E4M3" if self.kv_element == "E4M3" else ""
+        return find(f"tpp_{self.element}{kv}_{self.head_dim}".lower(), arch)
 
     def launch(
         self,
@@ -280,6 +323,7 @@ class TppAttention:
         params = tpp_params(
             maps,
             (pages.k, pages.v),
+            (pages.k_scale, pages.v_scale),
             (pages.k_strides, pages.v_strides),
             operands,
             tables.addresses,

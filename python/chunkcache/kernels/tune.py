@@ -123,7 +123,13 @@ class Bench:
     def _launch(self, work: Workload, plan: Any, costs: DeviceCosts, stream: int) -> Launch:
         heads = work.num_kv_heads
         tpp = TppAttention(
-            self._device, "F16", work.num_qo_heads, heads, HEAD_DIM, best_path(self._device)
+            self._device,
+            "F16",
+            "F16",
+            work.num_qo_heads,
+            heads,
+            HEAD_DIM,
+            best_path(self._device, "F16"),
         )
         tables = TppTables(
             self._device,

@@ -3,7 +3,7 @@
 They are cut in Rust (`rust/core/src/plan/items`); here are their shapes as arrays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,16 @@ class DeviceCosts:
     item: float = 150.0
     row_tile: float = 0.2
     partial_row: float = 8.0
+
+    def for_item_size(self, num_bytes: int) -> "DeviceCosts":
+        """Return the constants for K and V of so many bytes an element: they are for two."""
+        factor = 2 / num_bytes
+        return replace(
+            self,
+            item=self.item * factor,
+            row_tile=self.row_tile * factor,
+            partial_row=self.partial_row * factor,
+        )
 
     def packed(self) -> tuple[int, float, float, float]:
         """Return the constants as the core takes them."""
