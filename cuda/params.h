@@ -117,8 +117,10 @@ struct TppParams {
   float cap_log2;               // logits_soft_cap * log2(e), or 0
   u32 ring_magic;               // ceil(2^32 / ring_stages)
   u32 group_magic;              // ceil(2^32 / group), 0 for group 1
-  const float* k_scale;         // fp8: [num_kv_heads], or null
+  const float* k_scale;         // fp8: [num_kv_heads], or null for 1
   const float* v_scale;
+  u32 q_is_bf16;                // fp8: q and out are bf16, not f16
+  u32 unused;
 };
 
 }  // namespace chunkcache

@@ -149,7 +149,7 @@ __device__ __forceinline__ Keys prepare(const TppParams& p, const ItemMessage& m
       q_rows[r] = reinterpret_cast<const u16*>(
           __shfl_sync(~0u, reinterpret_cast<u64>(my_q), lane / 4 + r * 8));
     }
-    warp.load_q(q_rows[0], q_rows[1], lane);
+    warp.load_q(p, q_rows[0], q_rows[1], lane);
     warp.scale_rows(p, item.kv_head + role.head);
   }
   Keys keys{};

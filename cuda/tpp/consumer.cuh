@@ -11,7 +11,6 @@ namespace chunkcache::tpp {
 template <class T, u32 D>
 struct Warp {
   using S = Shape<D>;
-  using Product = typename ProductOf<T>::Type;
   static constexpr u32 k_steps = D / 16;
 
   u32 q[S::q_in_shared ? 1 : k_steps][4];
@@ -29,11 +28,12 @@ struct Warp {
   }
 
   // The A fragments of 16 rows of q; rows that do not exist are zeros.
-  __device__ __forceinline__ void load_q(const u16* row0, const u16* row1, u32 lane) {
+  __device__ __forceinline__ void load_q(const TppParams& p, const u16* row0, const u16* row1,
+                                         u32 lane) {
     if constexpr (FP8 && S::q_in_shared) {
-      fp8::load_q_shared<T, D>(q_shared, row_scale, row0, row1, lane);
+      fp8::load_q_shared<D>(q_shared, row_scale, p.q_is_bf16 != 0, row0, row1, lane);
     } else if constexpr (FP8) {
-      fp8::load_q<T>(q, row_scale, row0, row1, lane);
+      fp8::load_q(q, row_scale, p.q_is_bf16 != 0, row0, row1, lane);
     } else if constexpr (S::q_in_shared) {
       // Lane l holds row l / 2's half in turn: pieces of 16 bytes, swizzled as K is.
       constexpr u32 pieces = S::row_bytes / 16;
@@ -193,8 +193,8 @@ struct Warp {
       }
       sum[0] += weight[0] + weight[1];
       sum[1] += weight[2] + weight[3];
-      weights[i / 2][(i & 1) * 2] = Product::pack(weight[0], weight[1]);
-      weights[i / 2][(i & 1) * 2 + 1] = Product::pack(weight[2], weight[3]);
+      weights[i / 2][(i & 1) * 2] = T::pack(weight[0], weight[1]);
+      weights[i / 2][(i & 1) * 2 + 1] = T::pack(weight[2], weight[3]);
     }
   }
 

@@ -1,5 +1,5 @@
 // Fragments over K/V in e4m3. They become f16 in registers, which holds every e4m3 value, so that all
-// products are f16 with f32 sums. What ldmatrix brings a lane is four elements in 32 bits, which are
+// products are f16 with f32 sums; q in bf16 becomes f16, too. What ldmatrix brings a lane is four elements in 32 bits, which are
 // the two registers of a fragment if columns change places:
 //
 // Scores: lane 4g + t gets columns 4t to 4t + 3 (of 16) of key g. They stand where columns 2t, 2t + 1,
@@ -12,16 +12,6 @@
 #include "layout.cuh"
 
 namespace chunkcache::tpp {
-
-// The type of the matrix products.
-template <class T, bool = FP8>
-struct ProductOf {
-  using Type = T;
-};
-template <class T>
-struct ProductOf<T, true> {
-  using Type = F16;
-};
 
 // Accumulators i of a lane, once arranged, belong to columns pair_column(i) + lane_column(lane) and
 // the next.
@@ -60,66 +50,82 @@ __device__ __forceinline__ u32 shifted(u32 bf16_pair, float factor) {
 }
 
 // The A fragments of 16 rows of q in registers; rows that do not exist are zeros.
-template <class T, u32 STEPS>
-__device__ __forceinline__ void load_q(u32 (&q)[STEPS][4], float (&inverse)[2], const u16* row0,
-                                       const u16* row1, u32 lane) {
+template <u32 STEPS>
+__device__ __forceinline__ void load_q(u32 (&q)[STEPS][4], float (&inverse)[2], bool is_bf16,
+                                       const u16* row0, const u16* row1, u32 lane) {
   const u16* rows[2] = {row0, row1};
 #pragma unroll
   for (u32 r = 0; r < 2; ++r) {
-    u32 largest = 0;
 #pragma unroll
     for (u32 k = 0; k < STEPS; ++k) {
       // Two loads, since one of 64 bits wants registers that the product does not have side by side.
       const u16* from = rows[r] + k * 16 + (lane & 3) * 4;
       q[k][r] = rows[r] ? ptx::load_u32(from) : 0;
       q[k][2 + r] = rows[r] ? ptx::load_u32(from + 2) : 0;
-      if constexpr (T::id == BF16::id) largest = larger(larger(largest, q[k][r]), q[k][2 + r]);
     }
     inverse[r] = 1.0f;
-    if constexpr (T::id == BF16::id) {
-      largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-      const RowShift shift = RowShift::of(largest);
-      inverse[r] = shift.inverse;
+  }
+  if (!is_bf16) return;
 #pragma unroll
-      for (u32 k = 0; k < STEPS; ++k) {
-        q[k][r] = shifted(q[k][r], shift.factor);
-        q[k][2 + r] = shifted(q[k][2 + r], shift.factor);
-      }
+  for (u32 r = 0; r < 2; ++r) {
+    u32 largest = 0;
+#pragma unroll
+    for (u32 k = 0; k < STEPS; ++k) largest = larger(larger(largest, q[k][r]), q[k][2 + r]);
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+    const RowShift shift = RowShift::of(largest);
+    inverse[r] = shift.inverse;
+#pragma unroll
+    for (u32 k = 0; k < STEPS; ++k) {
+      q[k][r] = shifted(q[k][r], shift.factor);
+      q[k][2 + r] = shifted(q[k][2 + r], shift.factor);
     }
   }
 }
 
 // The same into shared memory, where ldmatrix finds the fragments: the 32-bit words of two pieces of
 // 16 bytes change places so that even ones make the first and odd ones the second.
-template <class T, u32 D>
-__device__ __forceinline__ void load_q_shared(u32 q_shared, float (&inverse)[2], const u16* row0,
-                                              const u16* row1, u32 lane) {
+template <u32 D>
+__device__ __forceinline__ void load_q_shared(u32 q_shared, float (&inverse)[2], bool is_bf16,
+                                              const u16* row0, const u16* row1, u32 lane) {
   constexpr u32 pieces = Shape<D>::row_bytes / 16;
   __syncwarp();
-#pragma unroll 8
-  for (u32 r = 0; r < ROWS; ++r) {
-    const u64 mine = reinterpret_cast<u64>(r < 8 ? row0 : row1);
-    const u16* from = reinterpret_cast<const u16*>(__shfl_sync(~0u, mine, (r & 7) * 4));
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (lane < pieces && from != nullptr) value = reinterpret_cast<const uint4*>(from)[lane];
-    float back = 1.0f;
-    if constexpr (T::id == BF16::id) {
-      const u32 mine_largest = larger(larger(larger(larger(0, value.x), value.y), value.z), value.w);
-      const RowShift shift = RowShift::of(__reduce_max_sync(~0u, mine_largest));
-      back = shift.inverse;
-      value = make_uint4(shifted(value.x, shift.factor), shifted(value.y, shift.factor),
-                         shifted(value.z, shift.factor), shifted(value.w, shift.factor));
+#pragma unroll 1
+  for (u32 half = 0; half < 2; ++half) {
+    // All loads before the first store, which none may pass.
+    uint4 values[8];
+#pragma unroll
+    for (u32 r = 0; r < 8; ++r) {
+      const u64 mine = reinterpret_cast<u64>(half == 0 ? row0 : row1);
+      const u16* from = reinterpret_cast<const u16*>(__shfl_sync(~0u, mine, r * 4));
+      values[r] = make_uint4(0, 0, 0, 0);
+      if (lane < pieces && from != nullptr) values[r] = reinterpret_cast<const uint4*>(from)[lane];
     }
-    if (lane / 4 == (r & 7)) inverse[0] = r < 8 ? back : inverse[0];
-    if (lane / 4 == (r & 7)) inverse[1] = r < 8 ? inverse[1] : back;
-    if (lane < pieces) {
-      const u32 even = lane & ~1u;
-      const u32 box = q_shared + even / 8 * (ROWS * COLUMN_BYTES) + (lane & 1) * 8;
-      ptx::store_shared(box + swizzled(r, even & 7), __uint_as_float(value.x),
-                        __uint_as_float(value.z));
-      ptx::store_shared(box + swizzled(r, (even & 7) + 1), __uint_as_float(value.y),
-                        __uint_as_float(value.w));
+    float back = 1.0f;
+#pragma unroll
+    for (u32 r = 0; r < 8; ++r) {
+      uint4 value = values[r];
+      if (is_bf16) {
+        const u32 mine = larger(larger(larger(larger(0, value.x), value.y), value.z), value.w);
+        const RowShift shift = RowShift::of(__reduce_max_sync(~0u, mine));
+        if (lane / 4 == r) back = shift.inverse;
+        value = make_uint4(shifted(value.x, shift.factor), shifted(value.y, shift.factor),
+                           shifted(value.z, shift.factor), shifted(value.w, shift.factor));
+      }
+      if (lane < pieces) {
+        const u32 even = lane & ~1u;
+        const u32 box = q_shared + even / 8 * (ROWS * COLUMN_BYTES) + (lane & 1) * 8;
+        const u32 row = half * 8 + r;
+        ptx::store_shared(box + swizzled(row, even & 7), __uint_as_float(value.x),
+                          __uint_as_float(value.z));
+        ptx::store_shared(box + swizzled(row, (even & 7) + 1), __uint_as_float(value.y),
+                          __uint_as_float(value.w));
+      }
+    }
+    if (half == 0) {
+      inverse[0] = back;
+    } else {
+      inverse[1] = back;
     }
   }
   __syncwarp();

@@ -36,6 +36,11 @@ __device__ __forceinline__ float* partial_lse(const TppParams& p, u32 slot) {
   return p.partial_lse + static_cast<u64>(slot >> 3) * (D / PIECE * 8) + (slot & 7);
 }
 
+template <class T>
+__device__ __forceinline__ uint2 packed_as(const float4& v, float factor) {
+  return make_uint2(T::pack(v.x * factor, v.y * factor), T::pack(v.z * factor, v.w * factor));
+}
+
 // One query row, as a lane that merges it or writes it knows it.
 struct OutputRow {
   u32 q_row;
@@ -65,8 +70,13 @@ struct OutputRow {
       if (p.v_scale != nullptr) factor *= p.v_scale[kv_head];
     }
     u16* out = static_cast<u16*>(p.out) + q_row * p.out_row + qo_head(p) * p.out_head + column;
-    *reinterpret_cast<uint2*>(out) =
-        make_uint2(T::pack(v.x * factor, v.y * factor), T::pack(v.z * factor, v.w * factor));
+    uint2 packed;
+    if (FP8 && p.q_is_bf16 != 0) {
+      packed = packed_as<BF16>(v, factor);
+    } else {
+      packed = packed_as<T>(v, factor);
+    }
+    *reinterpret_cast<uint2*>(out) = packed;
   }
 
   __device__ __forceinline__ void store_lse(const TppParams& p, float base2) const {

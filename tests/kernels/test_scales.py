@@ -46,7 +46,7 @@ def test_another_type_or_shape_is_refused(given, shown):
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 10**400])
 def test_another_value_is_refused(wrong):
-    with pytest.raises(InvalidConfigError, match="v_scale: got a scale of .*allowed are finite"):
+    with pytest.raises(InvalidConfigError, match=r"v_scale: got a scale of .*allowed are finite"):
         checked("v_scale", wrong, (2,))
 
 

@@ -80,6 +80,8 @@ def tpp_params(
     tables: TableAddresses,
     shape: Shape,
     scores: Scores,
+    *,
+    q_is_bf16: bool,
 ) -> bytes:
     """Pack the parameters of one launch.
 
@@ -92,6 +94,7 @@ def tpp_params(
         tables: the tables and the workspace.
         shape: run-time sizes.
         scores: scale, cap and window.
+        q_is_bf16: whether q and the output are bf16, not f16, where K and V are fp8.
     """
     if scores.logits_soft_cap > 0:
         scale = scores.sm_scale / scores.logits_soft_cap
@@ -122,7 +125,7 @@ def tpp_params(
             tables.queue,
         )
         + struct.pack(
-            "<5Ii2f2I2Q",
+            "<5Ii2f2I2Q2I",
             shape.group,
             shape.num_qo_heads,
             shape.page_size,
@@ -134,6 +137,8 @@ def tpp_params(
             -(-(1 << 32) // shape.ring_stages),
             0 if shape.group == 1 else -(-(1 << 32) // shape.group),
             *kv_scales,
+            q_is_bf16,
+            0,
         )
     )
     return packed + bytes(-len(packed) % 64)

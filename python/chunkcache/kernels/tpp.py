@@ -281,8 +281,7 @@ class TppAttention:
     def instance(self) -> Instance:
         """The entry point that is compiled."""
         arch = {"sm_90": "sm_90a", "sm_89": "compute_89", "sm_80": "compute_80"}[self.path]
-        kv = "_E4M3" if self.kv_element == "E4M3" else ""
-        return find(f"tpp_{self.element}{kv}_{self.head_dim}".lower(), arch)
+        return find(f"tpp_{self.kv_element}_{self.head_dim}".lower(), arch)
 
     def launch(
         self,
@@ -335,6 +334,7 @@ class TppAttention:
                 ring_stages=stages,
             ),
             scores,
+            q_is_bf16=self.element == "BF16",
         )
         function = load(self.instance, self.device, shared)
         return Launch(
