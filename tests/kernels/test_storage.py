@@ -15,7 +15,7 @@ SHAPE = KvShape(2, 4, 64, "float16", 16)
         ({"num_kv_heads": True}, "num_kv_heads: got True, allowed is an integer from 1 to 65536"),
         (
             {"dtype": "float32"},
-            "dtype: got float32, allowed on a CUDA device is float16 or bfloat16",
+            "dtype: got float32, allowed on a CUDA device is float16 or bfloat16 or float8_e4m3fn",
         ),
         (
             {"head_dim": 72},
