@@ -154,11 +154,14 @@ def check_dtype(name: str, dtype: Any) -> str:
     return found
 
 
+def is_fp8(dtype: Any) -> bool:
+    """Return whether that is fp8 (e4m3) by one of its names, or as torch and numpy have it."""
+    return dtype in _FP8_NAMES if isinstance(dtype, str) else dtype_name(dtype) == FP8
+
+
 def check_kv_dtype(name: str, dtype: Any) -> str:
     """Return the name of an element type that K and V may have on some device, or refuse it."""
-    if isinstance(dtype, str) and dtype in _FP8_NAMES:
-        return FP8
-    return FP8 if dtype_name(dtype) == FP8 else check_dtype(name, dtype)
+    return FP8 if is_fp8(dtype) else check_dtype(name, dtype)
 
 
 def described(value: Any) -> str:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from chunkcache import InvalidConfigError
 from chunkcache.engine import EngineConfig, SamplingParams
@@ -108,3 +109,22 @@ def test_a_bias_may_be_given_as_json_has_it() -> None:
 
 def test_params_with_a_bias_are_hashable() -> None:
     assert hash(SamplingParams(logit_bias={1: 2})) == hash(SamplingParams(logit_bias={1: 2}))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e5m2", "float16", None, 8, ["auto"]])
+def test_kv_cache_dtypes_are_few(dtype) -> None:
+    with pytest.raises(
+        InvalidConfigError, match=r"^kv_cache_dtype is .* allowed is 'auto' or 'fp8'$"
+    ):
+        EngineConfig(kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "float8_e4m3fn", torch.float8_e4m3fn])
+def test_fp8_has_several_names(dtype) -> None:
+    assert EngineConfig(kv_cache_dtype=dtype, k_scale=0.5).kv_dtype("bfloat16") == "float8_e4m3fn"
+    assert EngineConfig().kv_dtype("bfloat16") == "bfloat16"
+
+
+def test_scales_are_for_fp8_alone() -> None:
+    with pytest.raises(InvalidConfigError, match=r"v_scale is 0\.5; allowed is None unless"):
+        EngineConfig(v_scale=0.5)

@@ -157,3 +157,10 @@ def test_rotary_scaling_by_length_keeps_to_the_length_it_is_right_for(build_mode
     rope["original_max_position_embeddings"] = 128
     model = build_model(_config("LlamaConfig", rope_parameters=rope, max_position_embeddings=512))
     assert LLM(model).max_model_len == 128
+
+
+def test_fp8_on_the_cpu_is_refused_by_name(llama) -> None:
+    with pytest.raises(
+        InvalidConfigError, match="kv_cache_dtype is 'fp8'; allowed on the CPU is 'auto'"
+    ):
+        LLM(llama, kv_cache_dtype="fp8")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from chunkcache import _arrays
 from chunkcache.errors import InvalidConfigError
 
 _DEFAULT_TOKEN_BUDGET = 512
-_ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_SIZE = {**_arrays.ITEM_SIZES, _arrays.FP8: 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,11 @@ class EngineConfig:
             instead of replaying a recording (vLLM's ``enforce_eager``). No meaning on the CPU.
         compile_model: True lets torch.compile fuse the small operations of recorded decode steps.
             The first start takes a minute or so longer; needs Triton and a C compiler. CUDA only.
+        kv_cache_dtype: "auto" keeps K and V in the model's dtype, "fp8" (e4m3) in half of its
+            bytes, on a CUDA device of compute capability 8.9 or more.
+        k_scale: what keys in fp8 are divided by when they are stored: a number, or float32
+            ``[num_layers, num_kv_heads]``; 1 by default.
+        v_scale: the same for values.
         seed: seeds the generator that gives seeds to requests without one of their own.
 
     Raises:
@@ -64,6 +70,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     enable_cuda_graphs: bool = True
     compile_model: bool = False
+    kv_cache_dtype: Any = "auto"
+    k_scale: Any = None
+    v_scale: Any = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,6 +103,15 @@ class EngineConfig:
                 raise InvalidConfigError(
                     f"{name} is {getattr(self, name)!r}; allowed is True or False"
                 )
+        if not (self._is_auto or _arrays.is_fp8(self.kv_cache_dtype)):
+            shown = _arrays.described(self.kv_cache_dtype)
+            raise InvalidConfigError(f"kv_cache_dtype is {shown}; allowed is 'auto' or 'fp8'")
+        for name in ("k_scale", "v_scale"):
+            if self._is_auto and getattr(self, name) is not None:
+                shown = _arrays.described(getattr(self, name))
+                raise InvalidConfigError(
+                    f"{name} is {shown}; allowed is None unless kv_cache_dtype is 'fp8'"
+                )
         _check_fraction("memory_fraction", self.memory_fraction)
         sizes = ("capacity", "capacity_bytes", "memory_fraction")
         given = [name for name in sizes if getattr(self, name) is not None]
@@ -101,6 +119,14 @@ class EngineConfig:
             raise InvalidConfigError(f"{' and '.join(given)} are given; allowed is one of them")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**64:
             raise InvalidConfigError(f"seed is {self.seed!r}; allowed is an int in [0, 2**64)")
+
+    def kv_dtype(self, model_dtype: str) -> str:
+        """Return the dtype of K and V for a model's."""
+        return model_dtype if self._is_auto else _arrays.FP8
+
+    @property
+    def _is_auto(self) -> bool:
+        return isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype == "auto"
 
     def token_budget(self, max_model_len: int) -> int:
         """Return the most tokens of a step, for sequences of at most ``max_model_len`` tokens.
@@ -130,7 +156,7 @@ class ModelSpec:
         num_qo_heads: query heads of a layer.
         num_kv_heads: K/V heads of a layer.
         head_dim: elements of a head, equal for K and V.
-        dtype: of weights, K/V and activations: "float32", "bfloat16" or "float16".
+        dtype: of weights and activations: "float32", "bfloat16" or "float16".
         vocab_size: rows of the embedding; token ids are below it.
         max_model_len: most tokens that the model's positions are right for; None if unbounded.
         eos_token_ids: the ids that end a text.
@@ -145,10 +171,10 @@ class ModelSpec:
     max_model_len: int | None
     eos_token_ids: frozenset[int]
 
-    def chunk_bytes(self, chunk_size: int) -> int:
-        """Return the bytes of K and V of one chunk, all layers together."""
+    def chunk_bytes(self, chunk_size: int, kv_dtype: str | None = None) -> int:
+        """Return the bytes of a chunk's K and V of all layers, in the model's dtype by default."""
         elements = 2 * self.num_layers * self.num_kv_heads * chunk_size * self.head_dim
-        return elements * _ITEM_SIZE[self.dtype]
+        return elements * _ITEM_SIZE[kv_dtype or self.dtype]
 
 
 def _is_int(value: object) -> TypeGuard[int]:

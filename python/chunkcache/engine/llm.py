@@ -98,7 +98,12 @@ class LLM:
             parallel.check_split(self.model, self.spec, size)
         probe(self.model, self.spec)
         self._adapters = Adapters(self.model, arguments.check_adapters(lora_adapters))
-        chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size)
+        kv_dtype = self.config.kv_dtype(self.spec.dtype)
+        if kv_dtype != self.spec.dtype and not on_cuda:
+            raise InvalidConfigError(
+                f"kv_cache_dtype is {self.config.kv_cache_dtype!r}; allowed on the CPU is 'auto'"
+            )
+        chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size, kv_dtype)
         self.capacity = pool_capacity(self.config, self.spec, chunk_bytes, self.model.device)
         if size > 1:
             # What is free may differ, and so would the schedules.
@@ -109,11 +114,13 @@ class LLM:
             self.spec.num_layers,
             self.spec.num_kv_heads,
             self.spec.head_dim,
-            dtype=self.spec.dtype,
+            dtype=kv_dtype,
             chunk_size=self.config.chunk_size,
             capacity=self.capacity,
             enable_prefix_sharing=self.config.enable_prefix_sharing,
             device=str(self.model.device),
+            k_scale=self.config.k_scale,
+            v_scale=self.config.v_scale,
             **(
                 {"num_qo_heads": self.spec.num_qo_heads}
                 if on_cuda
