@@ -107,7 +107,15 @@ def test_dtypes_have_one_name(dtype) -> None:
     assert _arrays.check_dtype("dtype", dtype) == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", ["float64", np.int8, torch.float8_e4m3fn, "fp7", None])
+@pytest.mark.parametrize(
+    "dtype",
+    ["fp8", "fp8_e4m3", "float8_e4m3", torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn],
+)
+def test_fp8_has_several_names(dtype) -> None:
+    assert _arrays.check_dtype("dtype", dtype) == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("dtype", ["float64", np.int8, torch.float8_e5m2, "fp7", None])
 def test_other_dtypes_are_refused(dtype) -> None:
     with pytest.raises(InvalidConfigError, match=r"dtype: got .*, allowed is float32 or"):
         _arrays.check_dtype("dtype", dtype)

@@ -389,7 +389,8 @@ def test_functions_of_the_reference(function: str, name: str, wrong: Any) -> Non
         ),
         (
             lambda: ChunkCache(1, 2, 8, capacity=4, dtype=None),
-            "dtype: got None, allowed is float32 or float16 or bfloat16",
+            "dtype: got None, allowed is float32 or float16 or bfloat16 or, on a CUDA device,"
+            " float8_e4m3fn",
         ),
         (
             lambda: ChunkCache(1, 2**40, 8, capacity=4),

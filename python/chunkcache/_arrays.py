@@ -146,22 +146,22 @@ def dtype_name(dtype: Any) -> str:
         return described(dtype)
 
 
-def check_dtype(name: str, dtype: Any) -> str:
-    """Return the name of a supported element type, or refuse it."""
-    found = dtype_name(dtype)
-    if found not in ITEM_SIZES:
-        raise InvalidConfigError(f"{name}: got {found}, allowed is {' or '.join(ITEM_SIZES)}")
-    return found
-
-
 def is_fp8(dtype: Any) -> bool:
     """Return whether that is fp8 (e4m3) by one of its names, or as torch and numpy have it."""
     return dtype in _FP8_NAMES if isinstance(dtype, str) else dtype_name(dtype) == FP8
 
 
-def check_kv_dtype(name: str, dtype: Any) -> str:
-    """Return the name of an element type that K and V may have on some device, or refuse it."""
-    return FP8 if is_fp8(dtype) else check_dtype(name, dtype)
+def check_dtype(name: str, dtype: Any) -> str:
+    """Return the name of an element type that K and V may have, on some device, or refuse it."""
+    if is_fp8(dtype):
+        return FP8
+    found = dtype_name(dtype)
+    if found not in ITEM_SIZES:
+        allowed = " or ".join(ITEM_SIZES)
+        raise InvalidConfigError(
+            f"{name}: got {found}, allowed is {allowed} or, on a CUDA device, {FP8}"
+        )
+    return found
 
 
 def described(value: Any) -> str:

@@ -105,7 +105,7 @@ class ChunkCache:
             InvalidConfigError: an argument that is not allowed.
             KernelError: no CUDA driver, or too little device memory.
         """
-        self.dtype = _arrays.check_kv_dtype("dtype", dtype)
+        self.dtype = _arrays.check_dtype("dtype", dtype)
         ordinal = storage.device_ordinal(device)
         if ordinal is None and self.dtype == _arrays.FP8:
             allowed = " or ".join(_arrays.ITEM_SIZES)
