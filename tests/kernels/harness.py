@@ -15,7 +15,9 @@ from .trees import Forest, Node, build, error, reference
 TORCH_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "E4M3": torch.float8_e4m3fn}
 #: The largest error by the type of K and V; against the dequantised reference for fp8.
 TOLERANCE = {"F16": 1e-3, "BF16": 8e-3, "E4M3": 1e-2}
-#: The same against float64 on what K and V were before they became fp8.
+#: The same for most rows against float64 on what K and V were before they became fp8. Three bits of
+#: mantissa leave a rounding of 2.4e-2 of each element's size, in K and again in V; where a row's
+#: largest output happens to be small, that is more of it.
 FP8_TOLERANCE = 5e-2
 
 
@@ -57,9 +59,10 @@ class Answer:
     true_out: torch.Tensor
 
     @property
-    def true_error(self) -> float:
-        """Error against K and V before they were converted."""
-        return error(self.out, self.true_out)
+    def true_errors(self) -> torch.Tensor:
+        """Error of each row and head against K and V before they were converted."""
+        difference = (self.out.double() - self.true_out).abs().amax(-1)
+        return difference / self.true_out.abs().amax(-1)
 
     @property
     def out_error(self) -> float:

@@ -116,7 +116,7 @@ def test_bf16_queries_beyond_the_range_of_f16(q_size, head_dim):
 def test_what_conversion_costs(shared, head_dim):
     roots = two_levels(shared, [30, 64, 500])
     case = Case(roots, path="sm_89", kv_element="E4M3", head_dim=head_dim)
-    assert run(case).true_error <= FP8_TOLERANCE
+    assert float(run(case).true_errors.median()) <= FP8_TOLERANCE
 
 
 def pages_of(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
