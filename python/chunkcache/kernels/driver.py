@@ -1,6 +1,8 @@
 """Load compiled kernels and launch them, through the CUDA driver API of cuda-python."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,7 +60,7 @@ class DeviceLimits:
 
 @cache
 def limits(device: int) -> DeviceLimits:
-    """Read a device's limits; its primary context is made current in `activate`."""
+    """Read a device's limits."""
     cu = driver()
     attribute = cu.CUdevice_attribute
 
@@ -80,21 +82,27 @@ def _primary_context(device: int) -> Any:
     return check(driver().cuDevicePrimaryCtxRetain(device), "primary context")
 
 
-def activate(device: int) -> None:
-    """Make a device's primary context (the one torch uses) current in this thread."""
-    check(driver().cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
+@contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make a device's primary context, the one torch uses, current in this thread for a while."""
+    cu = driver()
+    check(cu.cuCtxPushCurrent(_primary_context(device)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        check(cu.cuCtxPopCurrent(), "cuCtxPopCurrent")
 
 
 @cache
 def load(instance: Instance, device: int, shared_bytes: int) -> Any:
     """Return the function of an instance on a device, allowed that much shared memory."""
     cu = driver()
-    activate(device)
-    module = check(cu.cuModuleLoadData(compiled(instance)), f"load {instance.name}")
-    function = check(cu.cuModuleGetFunction(module, instance.name.encode()), instance.name)
-    if shared_bytes > 48 * 1024:
-        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), "shared memory")
+    with on_device(device):
+        module = check(cu.cuModuleLoadData(compiled(instance)), f"load {instance.name}")
+        function = check(cu.cuModuleGetFunction(module, instance.name.encode()), instance.name)
+        if shared_bytes > 48 * 1024:
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), "shared memory")
     return function
 
 

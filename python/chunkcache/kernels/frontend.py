@@ -149,10 +149,12 @@ def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -
         StalePlanError: the plan is closed.
         KernelError: the kernels could not be built or launched.
     """
-    call = prepare(plan.num_rows, q, kv, options, out, lse)
-    attention = attention_of(kv, call.q)
-    tables = device_tables(plan, attention, stream_of(attention.device))
-    launch(attention, tables, kv, call, options)
+    torch = sys.modules["torch"]
+    with torch.cuda.device(kv.k.device):
+        call = prepare(plan.num_rows, q, kv, options, out, lse)
+        attention = attention_of(kv, call.q)
+        tables = device_tables(plan, attention, stream_of(attention.device))
+        launch(attention, tables, kv, call, options)
     return call.result(options)
 
 
@@ -360,7 +362,8 @@ def merge_state(
         )
         name = f"merge_state_{ELEMENTS[dtype_name(o_a)]}".lower()
         grid = -(-states // 8)
-        Launch(load(find(name), device, 0), grid, 256, 0, params).run(stream_of(device))
+        with torch.cuda.device(device):
+            Launch(load(find(name), device, 0), grid, 256, 0, params).run(stream_of(device))
     return o, lse
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from chunkcache.kernels.driver import activate, check, driver
+from chunkcache.kernels.driver import check, driver, on_device
 
 
 class Transfers(Protocol):
@@ -30,8 +30,8 @@ class CudaTransfers:
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new pinned memory."""
-        activate(self._device)
-        return int(check(driver().cuMemHostAlloc(num_bytes, 0), "cuMemHostAlloc"))
+        with on_device(self._device):
+            return int(check(driver().cuMemHostAlloc(num_bytes, 0), "cuMemHostAlloc"))
 
     def free(self, address: int) -> None:
         """Give pinned memory back."""
@@ -39,12 +39,12 @@ class CudaTransfers:
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> Any:
         """Begin a copy to the device on a stream and return an event that follows it."""
-        activate(self._device)
         cu = driver()
-        check(cu.cuMemcpyHtoDAsync(target, source, num_bytes, stream), "copy of tables")
-        flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        event = check(cu.cuEventCreate(flag), "cuEventCreate")
-        check(cu.cuEventRecord(event, stream), "cuEventRecord")
+        with on_device(self._device):
+            check(cu.cuMemcpyHtoDAsync(target, source, num_bytes, stream), "copy of tables")
+            flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            event = check(cu.cuEventCreate(flag), "cuEventCreate")
+            check(cu.cuEventRecord(event, stream), "cuEventRecord")
         return event
 
     def wait(self, event: Any) -> None:

@@ -17,7 +17,7 @@ from chunkcache._core import DeviceCache, Plan
 from chunkcache.errors import InvalidConfigError, KernelError
 from chunkcache.kernels import frontend
 from chunkcache.kernels.costs import costs_of
-from chunkcache.kernels.driver import activate, check, driver
+from chunkcache.kernels.driver import check, driver, on_device
 from chunkcache.kernels.exposed import elements
 from chunkcache.kernels.image import DeviceImage, TableState, Workspace
 from chunkcache.kernels.scales import check_unused, layer_scales
@@ -371,8 +371,8 @@ def num_chunks(
     given = _arrays.described(memory_fraction)
     if type(memory_fraction) not in (int, float) or not 0 < memory_fraction <= 1:
         raise InvalidConfigError(f"memory_fraction: got {given}, allowed is a number in (0, 1]")
-    activate(device)
-    free, _ = check(driver().cuMemGetInfo(), "cuMemGetInfo")
+    with on_device(device):
+        free, _ = check(driver().cuMemGetInfo(), "cuMemGetInfo")
     num_bytes = int(free * memory_fraction)
     if num_bytes < chunk_bytes:
         raise InvalidConfigError(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from chunkcache.errors import InvalidConfigError
-from chunkcache.kernels.driver import activate, check, driver
+from chunkcache.kernels.driver import check, driver, on_device
 from chunkcache.kernels.tensors import stream_of
 
 
@@ -48,11 +48,11 @@ class StreamOrder:
     def enter(self, stream: int) -> None:
         """Let a stream wait for all that the stream before has been given."""
         if self._last is not None and self._last != stream:
-            activate(self._device)
             cu = driver()
-            if self._event is None:
-                flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-                self._event = check(cu.cuEventCreate(flag), "cuEventCreate")
-            check(cu.cuEventRecord(self._event, self._last), "cuEventRecord")
-            check(cu.cuStreamWaitEvent(stream, self._event, 0), "cuStreamWaitEvent")
+            with on_device(self._device):
+                if self._event is None:
+                    flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+                    self._event = check(cu.cuEventCreate(flag), "cuEventCreate")
+                check(cu.cuEventRecord(self._event, self._last), "cuEventRecord")
+                check(cu.cuStreamWaitEvent(stream, self._event, 0), "cuStreamWaitEvent")
         self._last = stream

@@ -4,7 +4,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chunkcache._arrays import FP8
-from chunkcache.errors import InvalidConfigError
+from chunkcache.errors import InvalidConfigError, KernelError
+from chunkcache.kernels import driver
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +58,10 @@ def as_tensor(name: str, array: Any) -> "torch.Tensor":
             # Asks the producer to let torch's current stream wait for what it has queued.
             return torch.utils.dlpack.from_dlpack(array)
         interface = array.__cuda_array_interface__
-        tensor = torch.as_tensor(array, device="cuda")
+        tensor = torch.as_tensor(array, device=_home(interface["data"][0]))
         if tensor.numel() and tensor.data_ptr() != interface["data"][0]:
             raise TypeError("its memory cannot be used in place")
-    except (BufferError, RuntimeError, TypeError, ValueError) as problem:
+    except (BufferError, KernelError, RuntimeError, TypeError, ValueError) as problem:
         raise InvalidConfigError(
             f"{name}: got {type(array).__name__} ({problem}), allowed is CUDA memory that torch can"
             " use in place"
@@ -72,6 +73,16 @@ def as_tensor(name: str, array: Any) -> "torch.Tensor":
         waited = make_stream(producer, device=tensor.device)
         torch.cuda.current_stream(tensor.device).wait_stream(waited)
     return tensor
+
+
+def _home(address: int) -> str:
+    """Return the device that memory is on, torch's current one for no memory."""
+    if not address:
+        return "cuda"
+    cu = driver.driver()
+    ordinal = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    found = driver.check(cu.cuPointerGetAttribute(ordinal, address), "cuPointerGetAttribute")
+    return f"cuda:{int(found)}"
 
 
 class Wanted(NamedTuple):

@@ -4,22 +4,23 @@
 head shape. Addresses are plain integers, so that the module needs neither torch nor cupy.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from chunkcache._arrays import FP8
-from chunkcache.errors import InvalidConfigError
+from chunkcache.errors import InvalidConfigError, KernelError
 from chunkcache.kernels.build import Instance
 from chunkcache.kernels.driver import (
     Launch,
     TensorBox,
-    activate,
     check,
     driver,
     limits,
     load,
+    on_device,
     tensor_map,
 )
 from chunkcache.kernels.params import (
@@ -95,30 +96,32 @@ class DeviceWords:
 
     def __init__(self, device: int, num_bytes: int) -> None:
         """Allocate at least one byte on a device."""
-        activate(device)
         self._device = device
         self.num_bytes = num_bytes
-        self.address = int(check(driver().cuMemAlloc(max(num_bytes, 256)), "cuMemAlloc"))
+        with on_device(device):
+            self.address = int(check(driver().cuMemAlloc(max(num_bytes, 256)), "cuMemAlloc"))
 
     def write(self, data: np.ndarray[Any, Any], stream: int) -> None:
         """Copy an array to the start of the memory and wait for it."""
-        activate(self._device)
         data = np.ascontiguousarray(data)
         cu = driver()
-        check(cu.cuMemcpyHtoDAsync(self.address, data.ctypes.data, data.nbytes, stream), "copy")
-        check(cu.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        with on_device(self._device):
+            check(cu.cuMemcpyHtoDAsync(self.address, data.ctypes.data, data.nbytes, stream), "copy")
+            check(cu.cuStreamSynchronize(stream), "cuStreamSynchronize")
 
     def fill(self, word: int, stream: int) -> None:
         """Set every 32-bit word."""
-        activate(self._device)
         words = max(self.num_bytes // 4, 1)
-        check(driver().cuMemsetD32Async(self.address, word, words, stream), "memset")
+        with on_device(self._device):
+            check(driver().cuMemsetD32Async(self.address, word, words, stream), "memset")
 
     def __del__(self) -> None:
         """Free the memory."""
         address = self.__dict__.pop("address", None)
         if address is not None:
-            driver().cuMemFree(address)
+            # At the end of the process the driver may be gone, and the memory with it.
+            with suppress(KernelError), on_device(self._device):
+                driver().cuMemFree(address)
 
 
 class Tables(Protocol):
