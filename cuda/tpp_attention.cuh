@@ -72,12 +72,22 @@ struct Ring {
     }
   }
 
-  // A stage expects one arrival from every consumer warp; those that read it arrive for all, with
-  // as many lanes each.
+  // A stage expects one arrival from every consumer warp; those that read it, one in `row_tiles`,
+  // arrive for all, with as many lanes each.
+  __device__ __forceinline__ static bool releases(u32 lane, u32 row_tiles) {
+    return lane * row_tiles < S::consumer_warps * ptx::ARRIVING_LANES;
+  }
+
   template <u32 N>
-  __device__ __forceinline__ void release(const u32 (&slot)[N]) const {
+  __device__ __forceinline__ void release(const u32 (&slot)[N], u32 row_tiles) const {
 #pragma unroll
-    for (u32 i = 0; i < N; ++i) ptx::barrier_arrive(ptx::shared_address(&control.empty[slot[i]]));
+    for (u32 i = 0; i < N; ++i) {
+      const u32 barrier = ptx::shared_address(&control.empty[slot[i]]);
+      ptx::barrier_arrive(barrier);
+      if constexpr (ptx::ARRIVING_LANES > 1) {
+        for (u32 k = 1; k * row_tiles < S::consumer_warps; ++k) ptx::barrier_arrive(barrier);
+      }
+    }
   }
 };
 
@@ -96,7 +106,7 @@ __device__ __forceinline__ u32 group_steps(const TppParams& p, const Ring<D>& ri
   const u32 first = uniform((low + step_keys - 1) / step_keys);
   const u32 last = uniform(max(high, 0) / step_keys);
   const u32 stride = uniform(keys.key_groups);
-  const bool arrives = lane * keys.row_tiles < Shape<D>::consumer_warps;
+  const bool arrives = Ring<D>::releases(lane, keys.row_tiles);
   step = uniform(step);
   if (step < first) return step;    // the window begins here
   u32 before[STEP];
@@ -110,7 +120,7 @@ __device__ __forceinline__ u32 group_steps(const TppParams& p, const Ring<D>& ri
     ptx::wgmma_wait();
     ptx::pin(s);
     ptx::pin(warp.o);
-    if (running && arrives) ring.release(before);
+    if (running && arrives) ring.release(before, keys.row_tiles);
     running = true;
 #pragma unroll
     for (u32 i = 0; i < STEP; ++i) before[i] = slot[i];
@@ -121,7 +131,7 @@ __device__ __forceinline__ u32 group_steps(const TppParams& p, const Ring<D>& ri
   }
   ptx::wgmma_wait();
   ptx::pin(warp.o);
-  if (running && arrives) ring.release(before);
+  if (running && arrives) ring.release(before, keys.row_tiles);
   return step;
 }
 #endif
@@ -223,7 +233,7 @@ __device__ __forceinline__ void attend(const TppParams& p, const Keys& keys, Con
           first_key < bounds.x || first_key + static_cast<i32>(KEYS) - 1 > bounds.y;
       warp.stage(p, address[0], first_key, masked, limits, bounds.w, lane);
       __syncwarp();
-      if (lane * keys.row_tiles < Shape<D>::consumer_warps) ring.release(slot);
+      if (Ring<D>::releases(lane, keys.row_tiles)) ring.release(slot, keys.row_tiles);
     }
     step += keys.key_groups;
   }
@@ -266,8 +276,8 @@ __device__ __forceinline__ void consume(const TppParams& p, Control& control, u3
       }
     }
     __syncwarp();
-    if (lane == 0) {
-      control.taken[warp_index] = count + 1;
+    if (lane == 0) control.taken[warp_index] = count + 1;
+    if (lane < ptx::ARRIVING_LANES) {
       ptx::barrier_arrive(ptx::shared_address(&control.item_empty[slot]));
     }
     __syncwarp();
@@ -334,12 +344,13 @@ __device__ __forceinline__ void attention(const TppParams& p) {
     }
     for (u32 i = warp; i < p.ring_stages; i += num_warps) {
       ptx::barrier_init(ptx::shared_address(&control.full[i]), full_arrivals);
-      ptx::barrier_init(ptx::shared_address(&control.empty[i]), S::consumer_warps);
+      ptx::barrier_init(ptx::shared_address(&control.empty[i]), S::consumer_warps * ptx::ARRIVING_LANES);
     }
     for (u32 i = num_warps - 1 - warp; i < ITEM_SLOTS; i += num_warps) {
-      ptx::barrier_init(ptx::shared_address(&control.item_full[i]), 1);
+      ptx::barrier_init(ptx::shared_address(&control.item_full[i]), ptx::ARRIVING_LANES);
       ptx::barrier_init(ptx::shared_address(&control.range_full[i]), 1);
-      ptx::barrier_init(ptx::shared_address(&control.item_empty[i]), S::consumer_warps + HELPERS);
+      ptx::barrier_init(ptx::shared_address(&control.item_empty[i]),
+                        (S::consumer_warps + HELPERS) * ptx::ARRIVING_LANES);
     }
 #if defined(CHUNKCACHE_TMA)
     ptx::barrier_init_fence();

@@ -89,6 +89,15 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // ---- mbarriers
 
+// Lanes of a warp that arrive for it, behind a __syncwarp. One is enough: what the other lanes did
+// comes before the __syncwarp, and that before its arrival. compute-sanitizer's racecheck orders only
+// what an arriving lane did itself; for it (tools/sanitize.py) all of them arrive.
+#if defined(CHUNKCACHE_RACECHECK)
+constexpr u32 ARRIVING_LANES = 32;
+#else
+constexpr u32 ARRIVING_LANES = 1;
+#endif
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -133,14 +142,29 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 
 // A counter in shared memory that one thread raises and others poll. Accesses to shared memory of
-// one block take effect in order, so no fence goes with it.
+// one block take effect in order, so no fence goes with it; volatile accesses do not race, but
+// racecheck knows that of atomic ones alone.
 __device__ __forceinline__ void publish(u32 address, u32 value) {
+#if defined(CHUNKCACHE_RACECHECK)
+  asm volatile(
+      "{\n"
+      ".reg .b32 before;\n"
+      "atom.shared.exch.b32 before, [%0], %1;\n"
+      "}\n" ::"r"(address),
+      "r"(value)
+      : "memory");
+#else
   asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
 }
 
 __device__ __forceinline__ u32 published(u32 address) {
   u32 value;
+#if defined(CHUNKCACHE_RACECHECK)
+  asm volatile("atom.shared.add.u32 %0, [%1], 0;" : "=r"(value) : "r"(address) : "memory");
+#else
   asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+#endif
   return value;
 }
 

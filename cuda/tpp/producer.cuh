@@ -268,7 +268,9 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
       message.last = 0;
     }
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&control.item_full[slot.slot]));
+    if (lane < ptx::ARRIVING_LANES) {
+      ptx::barrier_arrive(ptx::shared_address(&control.item_full[slot.slot]));
+    }
 
     const KeyRange range = key_range(p, item, lane);
     if (lane == 0) {
@@ -326,8 +328,8 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
   }
 
   ptx::barrier_wait(ptx::shared_address(&control.item_empty[slot.slot]), slot.phase ^ 1);
-  if (lane == 0) {
-    control.items[slot.slot].last = 1;
+  if (lane == 0) control.items[slot.slot].last = 1;
+  if (lane < ptx::ARRIVING_LANES) {
     ptx::barrier_arrive(ptx::shared_address(&control.item_full[slot.slot]));
   }
   // The last block to take its last item leaves the queue as it found it.
@@ -427,7 +429,9 @@ __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 r
                      });
     }
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&control.item_empty[slot.slot]));
+    if (lane < ptx::ARRIVING_LANES) {
+      ptx::barrier_arrive(ptx::shared_address(&control.item_empty[slot.slot]));
+    }
     slot.advance(1, ITEM_SLOTS);
   }
 }

@@ -1,0 +1,217 @@
+"""A small grid of all kernels, for compute-sanitizer (`tools/sanitize.py`): each result is checked.
+
+Inputs come from the host, so that few kernels of torch run beside those that are looked at. With
+`--racecheck` attention is compiled in a form that racecheck follows (`cuda/common/ptx.cuh`).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import numpy as np
+import torch
+
+from chunkcache import attention, reference
+from chunkcache.kernels import build, frontend, table, tpp
+
+from .device import PATHS
+from .serving import Serving
+
+NAMES = {torch.float16: "F16", torch.bfloat16: "BF16"}
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A step over pages: sequences of `tails` own tokens behind `shared` common ones."""
+
+    shared: int
+    tails: tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    page_size: int = 64
+    dtype: torch.dtype = torch.float16
+    qo_len: int = 1
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+
+
+STEPS = (
+    # Few rows: shared and private items, splits, merges in the item that ends a row.
+    Pages(64, (1, 33, 70), 4, 2, head_dim=64, page_size=16),
+    # 80 rows of a K/V head: warpgroups multiply; rows that end in a shared segment are merged last.
+    Pages(512, (0, 0, 65, 65, 65, 65, 65, 0, 65, 65), 16, 2),
+    Pages(256, (0,) * 16, 8, 1),
+    # Prefill of a suffix over a cached prefix, masked row by row.
+    Pages(128, (70, 100), 4, 2, qo_len=70),
+    Pages(96, (33, 5, 40), 6, 2, page_size=32, qo_len=5, window_left=40, logits_soft_cap=5.0),
+    Pages(64, (20, 9), 4, 4, head_dim=96, page_size=16, dtype=torch.bfloat16, window_left=30),
+    # Four consumer warps, queries in shared memory.
+    Pages(64, (20, 9), 4, 2, head_dim=256, page_size=16),
+)
+
+
+def attend(step: Pages, path: str) -> None:
+    """One launch, against the CPU kernels; K/V that no query sees is NaN."""
+    rng = np.random.default_rng(3)
+    size = step.page_size
+    shared, own = step.shared // size, -(-max(step.tails) // size)
+    table = np.zeros((len(step.tails), shared + own), dtype=np.int64)
+    ids = rng.permutation(shared + len(step.tails) * own)
+    table[:, :shared] = ids[:shared]
+    table[:, shared:] = ids[shared:].reshape(len(step.tails), own)
+    lens = [step.shared + tail for tail in step.tails]
+    kv = torch.full((len(ids), 2, size, step.num_kv_heads, step.head_dim), torch.nan)
+    for row, length in zip(table, lens, strict=True):
+        for place, page in enumerate(row[: -(-length // size)]):
+            here = min(length - place * size, size)
+            shape = (2, here, step.num_kv_heads, step.head_dim)
+            kv[page, :, :here] = torch.from_numpy(rng.standard_normal(shape))
+    kv = kv.to(step.dtype)
+    rows = len(lens) * step.qo_len
+    shape = (rows, step.num_qo_heads, step.head_dim)
+    q = torch.from_numpy(rng.standard_normal(shape)).to(step.dtype)
+    indptr = np.arange(len(lens) + 1) * step.qo_len
+    plan = attention.plan_from_block_tables(table, lens, size, indptr)
+    options = frontend.Options(None, step.logits_soft_cap, step.window_left, True)
+
+    kernel = tpp.TppAttention(
+        torch.cuda.current_device(),
+        NAMES[step.dtype],
+        step.num_qo_heads,
+        step.num_kv_heads,
+        step.head_dim,
+        path,
+    )
+    pages = frontend.paged_kv(kv.cuda(), None, "NHD", kernel.device)
+    poisoned = torch.full_like(q, torch.nan).cuda()
+    call = frontend.prepare(rows, q.cuda(), pages, options, poisoned, None)
+    stream = torch.cuda.current_stream().cuda_stream
+    tables = frontend.device_tables(plan, kernel, stream)
+    for _ in range(2):
+        frontend.launch(kernel, tables, pages, call, options)
+    expected = attention.run(
+        plan,
+        q.float(),
+        kv.float(),
+        logits_soft_cap=step.logits_soft_cap,
+        window_left=step.window_left,
+    )
+    found = call.out.cpu().float()
+    error = reference.error(found.numpy(), expected.numpy())
+    if not error <= TOLERANCE[step.dtype]:
+        raise AssertionError(f"{step} on {path}: error {error}")
+
+
+def steps() -> None:
+    """Two-phase attention on both paths."""
+    for path in PATHS:
+        for step in STEPS:
+            attend(step, path)
+
+
+def writes() -> None:
+    """New K/V into slots, converted from each type to each."""
+    rng = np.random.default_rng(4)
+    slots = torch.tensor([17, -1, 63, 0, 5])
+    for pages_dtype in NAMES:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            k, v = (torch.from_numpy(rng.standard_normal((5, 3, 80))).to(dtype) for _ in range(2))
+            pages = torch.full((4, 2, 16, 3, 80), torch.nan, dtype=pages_dtype)
+            on_device = pages.cuda()
+            paged = frontend.paged_kv(on_device, None, "NHD", on_device.device.index)
+            frontend.write_kv(k.cuda(), v.cuda(), slots.cuda(), paged)
+            for row, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    pages[slot // 16, 0, slot % 16] = k[row].to(pages_dtype)
+                    pages[slot // 16, 1, slot % 16] = v[row].to(pages_dtype)
+            if not torch.equal(on_device.cpu().nan_to_num(), pages.nan_to_num()):
+                raise AssertionError(f"write_kv from {dtype} to {pages_dtype}")
+
+
+def copies() -> None:
+    """Heads of chunks into other chunks."""
+    pages = torch.from_numpy(np.random.default_rng(5).standard_normal((3, 5, 2, 2, 16, 64))).half()
+    on_device = pages.cuda()
+    frontend.Arena(on_device).copy_chunk_heads([(1, 4, 7), (2, 0, 16)])
+    pages[:, 4, :, :, :7] = pages[:, 1, :, :, :7]
+    pages[:, 0] = pages[:, 2]
+    if not torch.equal(on_device.cpu(), pages):
+        raise AssertionError("copy_chunk")
+
+
+def merges() -> None:
+    """States of each type, empty ones among them."""
+    rng = np.random.default_rng(6)
+    for dtype in (torch.float32, *NAMES):
+        o_a, o_b = (torch.from_numpy(rng.standard_normal((9, 4, 72))).to(dtype) for _ in range(2))
+        lse_a, lse_b = (torch.from_numpy(rng.standard_normal((9, 4))).float() for _ in range(2))
+        lse_a[0] = lse_b[1] = -torch.inf
+        o, lse = attention.merge_state(o_a.cuda(), lse_a.cuda(), o_b.cuda(), lse_b.cuda())
+        ref, ref_lse = attention.merge_state(o_a.float(), lse_a, o_b.float(), lse_b)
+        if not torch.allclose(lse.cpu(), ref_lse, atol=1e-4):
+            raise AssertionError(f"merge_state, lse of {dtype}")
+        if not torch.allclose(o.cpu().float(), ref, atol=3e-2):
+            raise AssertionError(f"merge_state of {dtype}")
+
+
+def replays() -> None:
+    """A captured step while sequences grow, fill chunks, join, fork, diverge and leave."""
+    serving = Serving(rows=5)
+    prompt = list(range(40))
+    seqs = [serving.insert([*prompt, i]) for i in range(2)]
+    for token in range(1, 9):
+        serving.decode(seqs)
+        if token == 2:
+            seqs.insert(0, serving.insert([*prompt[:35], 99, 7]))
+        if token == 4:
+            seqs.append(serving.fork(seqs[1]))
+        if token == 6:
+            serving.remove(seqs.pop(2))
+        known = [serving.cache.sequence(seq) for seq in seqs]
+        behind = [info.num_known_tokens - info.num_computed_tokens for info in known]
+        serving.append([seq for seq, left in zip(seqs, behind, strict=True) if left == 0], token)
+
+
+GRID: dict[str, Callable[[], None]] = {
+    "writes": writes,
+    "copies": copies,
+    "merges": merges,
+    "steps": steps,
+    "replays": replays,
+}
+
+
+def followed() -> AbstractContextManager[object]:
+    """Let attention be compiled in the form that racecheck follows."""
+
+    def find(name: str, arch: str) -> build.Instance:
+        instance = table.find(name, arch)
+        defines = {**dict(instance.defines), "CHUNKCACHE_RACECHECK": "1"}
+        return replace(instance, defines=tuple(sorted(defines.items())))
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(tpp, "find", find))
+    stack.enter_context(mock.patch.object(build, "_ptx_is_current", return_value=False))
+    return stack
+
+
+def main() -> None:
+    """Run the parts that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(GRID)}; all by default")
+    parser.add_argument("--racecheck", action="store_true")
+    arguments = parser.parse_args()
+    with followed() if arguments.racecheck else nullcontext():
+        for name in arguments.parts or GRID:
+            GRID[name]()
+            torch.cuda.synchronize()
+            sys.stdout.write(f"{name}: right\n")
+
+
+if __name__ == "__main__":
+    main()
