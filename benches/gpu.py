@@ -1,292 +1,248 @@
-"""Check and time the CUDA kernels: `python benches/gpu.py [--out results.json]`.
+"""Check and time the CUDA kernels: `python benches/gpu.py [--out FILE] [--plots FOLDER]`.
 
-Every row of the table is one decode step (one query token a sequence) in CUDA-graph replay, cold:
-the launches of a graph rotate over K/V buffers of 270 MB and more together, so that the L2 serves
-nothing. Beside each stands a plain read of the same bytes in the same run. Microseconds, medians.
+Each row is one decode step (one query token a sequence), its contenders recorded as CUDA graphs and
+replayed in turns, cold: the steps of a graph rotate over K/V buffers of 270 MB and more together,
+so that the L2 serves nothing. Outputs are compared with float64 first. Beside this project's
+kernels (`two-phase`; `overlapped`: launches that start while the ones before end; `sm_80`: those
+for other devices; `same pages`: the same step without sharing what is read; `nothing shared`: each
+sequence with K/V of its own) stand a plain read of the same bytes, torch's SDPA by cuDNN where
+nothing is shared, and FlashInfer's kernels where it is installed. Microseconds, medians.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import re
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import gpu_peers
 import torch
+from gpu_contenders import Inputs, plain_read, sdpa, two_phase
+from gpu_plan import plan_times
+from gpu_plots import plot_curves, plot_rows
+from gpu_table import OURS, tables
+from gpu_timing import Contender, Timing, interleave
+from gpu_workloads import HEAD_PAIRS, ROWS, TREES, Workload, prompt, tree
 
-from chunkcache.kernels.driver import Launch, load
-from chunkcache.kernels.params import Operands, Scores, Strides
-from chunkcache.kernels.table import find
-from chunkcache.kernels.tpp import Pages, TppAttention, TppTables
-from chunkcache.kernels.work import NONE, PlanTables, cut_tables
-
-PAGE_SIZE = 64
-HEAD_DIM = 128
-COLD_BYTES = 270e6
+#: The largest error of a float16 output that counts as right: of ours, and of those who merge
+#: partial states in float16.
+MAX_ERROR, MAX_PEER_ERROR = 1e-3, 3e-3
+#: The paper's lengths of the common prompt, and how far sequences have diverged, against them.
+PROMPTS = (1024, 2048, 4096)
+DIVERGED = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
+BATCHES = (16, 32, 48, 64, 80, 96)
+SECTIONS = ("rows", "trees", "divergence", "batch", "plan")
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Sequences of `prompt` tokens whose first `shared` are common to all."""
+class Row:
+    """One timed step: microseconds and errors by contender."""
 
-    batch: int
-    num_qo_heads: int
-    num_kv_heads: int
-    prompt: int
-    shared: int
-    goal: float
+    work: Workload
+    timings: dict[str, Timing]
+    errors: dict[str, float]
 
     @property
-    def name(self) -> str:
-        """The row's name."""
-        heads = f"{self.num_qo_heads}/{self.num_kv_heads}"
-        return f"b{self.batch} {heads} {self.prompt}/{self.shared}"
+    def best_peer(self) -> tuple[str, float] | None:
+        """The fastest contender that is not ours, and its time."""
+        peers = {n: t.us for n, t in self.timings.items() if n not in OURS and n != "read"}
+        return min(peers.items(), key=lambda peer: peer[1]) if peers else None
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V that a step has to read."""
-        tokens = self.shared + self.batch * (self.prompt - self.shared)
-        return tokens * self.num_kv_heads * HEAD_DIM * 2 * 2
-
-
-WORKLOADS = [
-    Workload(*row)
-    for row in (
-        (32, 32, 32, 1024, 0, 124),
-        (32, 32, 32, 1024, 512, 70),
-        (32, 32, 32, 1024, 768, 39),
-        (32, 32, 32, 1024, 1024, 8.0),
-        (32, 32, 32, 2048, 0, 241),
-        (32, 32, 32, 2048, 1024, 135),
-        (32, 32, 32, 2048, 1536, 74),
-        (32, 32, 32, 2048, 2048, 11.5),
-        (32, 32, 32, 4096, 0, 476),
-        (32, 32, 32, 4096, 2048, 260),
-        (32, 32, 32, 4096, 3072, 145),
-        (32, 32, 32, 4096, 4096, 19.7),
-        (32, 32, 8, 4096, 0, 127),
-        (32, 32, 8, 4096, 2048, 70),
-        (32, 32, 8, 4096, 4096, 9.5),
-        (16, 32, 32, 2112, 0, 127),
-        (16, 32, 32, 2112, 2048, 15.5),
-        (96, 32, 32, 2112, 0, 740),
-        (96, 32, 32, 2112, 2048, 36),
-        (64, 32, 8, 8448, 0, 496),
-        (64, 32, 8, 8448, 8192, 33),
-    )
-]
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.work.name,
+            "batch": self.work.batch,
+            "page_size": self.work.page_size,
+            "kv_bytes": self.work.kv_bytes,
+            "goal": self.work.goal,
+            "us": {name: [t.us, t.low, t.high] for name, t in self.timings.items()},
+            "error": self.errors,
+        }
 
 
-@dataclass
-class Result:
-    """One row: medians in microseconds, and the largest relative error."""
-
-    name: str
-    goal: float
-    read: float
-    us: float
-    us_overlap: float
-    spread: float
-    error: float
-    items: int
-    slots: int
+def ours(inputs: Inputs) -> dict[str, Contender]:
+    """Return this project's ways to compute a step, on each path and in both of the two ways."""
+    tables = inputs.work.tables()
+    ways = {
+        "two-phase": two_phase(inputs, tables),
+        "overlapped": two_phase(inputs, tables, overlap=True),
+        "sm_80": two_phase(inputs, tables, "sm_80"),
+    }
+    if inputs.work.is_shared:
+        ways["same pages"] = two_phase(inputs, inputs.work.unshared_tables())
+    return ways
 
 
-def plan_of(work: Workload) -> PlanTables:
-    """The tables of one step; page numbers are a random permutation."""
-    rng = np.random.default_rng(7)
-    shared, private = work.shared // PAGE_SIZE, (work.prompt - work.shared) // PAGE_SIZE
-    pages = rng.permutation(shared + work.batch * private).astype(np.uint32)
-    segments = []
-    leaf = np.zeros(work.batch, dtype=np.uint32)
-    if shared:
-        segments.append([NONE, 0, work.batch, 0, shared, 0])
-    for i in range(work.batch if private else 0):
-        leaf[i] = len(segments)
-        parent = 0 if shared else NONE
-        segments.append([parent, i, i + 1, work.shared, private, shared + i * private])
-    sequences = np.zeros((work.batch, 5), dtype=np.uint32)
-    sequences[:, 0] = leaf
-    sequences[:, 1] = np.arange(work.batch)
-    sequences[:, 2] = 1
-    sequences[:, 3] = work.prompt
-    return PlanTables(
-        page_size=PAGE_SIZE,
-        num_qo_rows=work.batch,
-        order=np.arange(work.batch, dtype=np.uint32),
-        sequences=sequences,
-        segment_order=np.arange(len(segments), dtype=np.uint32),
-        segments=np.array(segments, dtype=np.uint32),
-        page_ids=pages,
-    )
+def all_ways(inputs: Inputs) -> dict[str, Contender]:
+    """Return the contenders of a row: ours, the floor and the peers."""
+    found = {**ours(inputs), "read": plain_read(inputs), **gpu_peers.contenders(inputs)}
+    if not inputs.work.is_shared:
+        found["sdpa, cudnn"] = sdpa(inputs)
+    return found
 
 
-def time_graph(launches: list[Launch], repeats: int = 12) -> tuple[float, float]:
-    """Median microseconds of a launch in graph replay, and the spread of replays in percent."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch.run(stream.cuda_stream)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch.run(torch.cuda.current_stream().cuda_stream)
-        times = []
-        for i in range(repeats + 2):
-            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            if i >= 2:
-                times.append(begin.elapsed_time(end) * 1e3 / len(launches))
-    middle = statistics.median(times)
-    return middle, 100 * (max(times) - min(times)) / middle
+def with_and_without(inputs: Inputs) -> dict[str, Contender]:
+    """Return the contenders of trees and curves: ours with sharing and without, the best peers."""
+    work = inputs.work
+    found = {"two-phase": two_phase(inputs, work.tables())}
+    if work.is_shared:
+        found["same pages"] = two_phase(inputs, work.unshared_tables())
+    found["read"] = plain_read(inputs)
+    if gpu_peers.flashinfer() is not None:
+        tensor_cores = work.group > 1
+        found["flashinfer decode"] = gpu_peers.decode(inputs, use_tensor_cores=tensor_cores)
+        if work.is_shared:
+            found["flashinfer cascade, fa2"] = gpu_peers.cascade_fa2(inputs)
+    return found
 
 
-def check(work: Workload, plan: PlanTables, q, kv, out) -> float:
-    """Largest relative error over some rows, against float64."""
-    worst = 0.0
-    group = work.num_qo_heads // work.num_kv_heads
-    shared = work.shared // PAGE_SIZE
-    ids = torch.from_numpy(plan.page_ids.astype(np.int64)).cuda()
-    for i in {0, work.batch // 2, work.batch - 1}:
-        private = (work.prompt - work.shared) // PAGE_SIZE
-        path = torch.cat([ids[:shared], ids[shared + i * private : shared + (i + 1) * private]])
-        k, v = (
-            kv[path, side].transpose(1, 2).flatten(0, 1).double().transpose(0, 1) for side in (0, 1)
-        )
-        for head in range(work.num_kv_heads):
-            queries = q[i, head * group : (head + 1) * group].double()
-            weights = (queries @ k[head].T / HEAD_DIM**0.5).softmax(-1)
-            ref = weights @ v[head]
-            got = out[i, head * group : (head + 1) * group].double()
-            worst = max(worst, float(((got - ref).abs().amax(1) / ref.abs().amax(1)).max()))
-    return worst
+def measure(
+    work: Workload, ways: Callable[[Inputs], dict[str, Contender]], rounds: int, *, separate: bool
+) -> Row:
+    """Check and time a step.
+
+    Args:
+        work: the step.
+        ways: the contenders.
+        rounds: replays of each.
+        separate: time the same sequences with K/V of their own, too.
+    """
+    inputs = Inputs.random(work)
+    contenders = ways(inputs)
+    errors = {}
+    for name, contender in contenders.items():
+        if contender.out is not None:
+            contender.steps[0]()
+            torch.cuda.synchronize()
+            errors[name] = inputs.error(contender.out)
+    if separate and work.is_shared:
+        alone = work.separate()
+        apart = Inputs.random(alone)
+        contender = two_phase(apart, alone.tables())
+        contender.steps[0]()
+        torch.cuda.synchronize()
+        errors["nothing shared"] = apart.error(contender.out)
+        contenders["nothing shared"] = contender
+    wrong = {
+        name: error
+        for name, error in errors.items()
+        if not error <= (MAX_ERROR if name in OURS else MAX_PEER_ERROR)
+    }
+    if wrong:
+        raise AssertionError(f"{work.name}: wrong outputs: {wrong}")
+    return Row(work, interleave(contenders, rounds), errors)
 
 
-def run(work: Workload, path: str) -> Result:
-    """Check and time one row."""
-    device = torch.cuda.current_device()
-    attention = TppAttention(
-        device, "F16", "F16", work.num_qo_heads, work.num_kv_heads, HEAD_DIM, path
-    )
-    plan = plan_of(work)
-    schedule = cut_tables(plan, attention.heads)
-    stream = torch.cuda.current_stream().cuda_stream
-    tables = TppTables(device, plan, schedule, HEAD_DIM, stream)
-    copies = max(2 if work.kv_bytes > COLD_BYTES else 4, int(np.ceil(COLD_BYTES / work.kv_bytes)))
-    num_pages = len(plan.page_ids)
-    buffers = torch.empty(
-        copies,
-        num_pages,
-        2,
-        work.num_kv_heads,
-        PAGE_SIZE,
-        HEAD_DIM,
-        dtype=torch.float16,
-        device="cuda",
-    ).normal_()
-    q = torch.randn(work.batch, work.num_qo_heads, HEAD_DIM, dtype=torch.float16, device="cuda")
-    out = torch.full_like(q, float("nan"))
-    operands = Operands(
-        q=q.data_ptr(),
-        q_row=q.stride(0),
-        q_head=q.stride(1),
-        out=out.data_ptr(),
-        out_row=out.stride(0),
-        out_head=out.stride(1),
-        lse=0,
-    )
-    strides = Strides(
-        page=buffers.stride(1) * 2, head=buffers.stride(3) * 2, token=buffers.stride(4) * 2
-    )
+def show(row: Row) -> None:
+    """Print a row."""
+    goal = f"goal {row.work.goal:g}" if row.work.goal else ""
+    worst = max(row.errors.values())
+    times = ", ".join(f"{name} {timing.us:.1f}" for name, timing in row.timings.items())
+    sys.stdout.write(f"{row.work.name:42} {goal:10} {times} (error {worst:.0e})\n")
+    sys.stdout.flush()
 
-    def launches(overlap: bool) -> list[Launch]:
-        made = [
-            attention.launch(
-                tables,
-                Pages(
-                    k=buffers[i, 0, 0].data_ptr(),
-                    v=buffers[i, 0, 1].data_ptr(),
-                    k_strides=strides,
-                    v_strides=strides,
-                    num_pages=num_pages,
-                    page_size=PAGE_SIZE,
-                ),
-                operands,
-                Scores(HEAD_DIM**-0.5, 0.0, -1),
-                overlap=overlap,
-            )
-            for i in range(copies)
-        ]
-        return made * max(1, 24 // copies)
 
-    single = launches(False)
-    single[0].run(stream)
-    torch.cuda.synchronize()
-    worst = check(work, plan, q, buffers[0], out)
-    us, spread = time_graph(single)
-    us_overlap, _ = time_graph(launches(True)) if path == "sm_90" else (0.0, 0.0)
-    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-    reader = load(find("read_pages"), device, 0)
-    vectors = work.kv_bytes // 16
-    reads = [
-        Launch(
-            reader,
-            -(-vectors // 4096),
-            256,
-            0,
-            np.array([buffers[i].data_ptr(), vectors, sink.data_ptr()], np.uint64).tobytes(),
-        )
-        for i in range(copies)
-    ]
-    read, _ = time_graph(reads * max(1, 24 // copies))
-    return Result(
-        work.name,
-        work.goal,
-        read,
-        us,
-        us_overlap,
-        spread,
-        worst,
-        len(schedule.items),
-        schedule.num_slots,
-    )
+def run(
+    works: Iterable[Workload],
+    ways: Callable[[Inputs], dict[str, Contender]],
+    arguments: argparse.Namespace,
+    *,
+    separate: bool,
+) -> list[Row]:
+    """Measure and print steps, one after the other."""
+    rows = []
+    for work in works:
+        if arguments.only in work.name:
+            rows.append(measure(work, ways, arguments.rounds, separate=separate))
+            show(rows[-1])
+            torch.cuda.empty_cache()
+    return rows
+
+
+def slower_than_one_way(rows: Iterable[Row]) -> list[str]:
+    """Return the steps that one of the two ways computes faster than what the cost model chose."""
+    found = []
+    for row in rows:
+        chosen, other = row.timings["two-phase"], row.timings.get("same pages")
+        if other is not None and other.high < chosen.low:
+            found.append(f"{row.work.name}: {chosen.us:.1f}, without sharing {other.us:.1f}")
+    return found
+
+
+def driver_version() -> str:
+    """Return the version of the display driver, if the system says."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as lines:
+            found = re.search(r"\b\d+\.\d+(\.\d+)?\b", lines.readline())
+    except OSError:
+        return "of unknown version"
+    return found[0] if found else "of unknown version"
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures belong to."""
+    peers = gpu_peers.flashinfer()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "flashinfer": "not installed" if peers is None else peers.__version__,
+        "command": "python " + " ".join(sys.argv),
+        "unit": "microseconds: median, lower and upper quartile",
+    }
 
 
 def main() -> None:
-    """Run the table."""
+    """Run the sections that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--path", default="sm_90", choices=("sm_90", "sm_80"))
-    parser.add_argument("--only", type=str, default="")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results; tables go beside it")
+    parser.add_argument("--plots", type=Path, help="a folder for the plots")
+    parser.add_argument("--only", default="", help="steps whose name has this in it")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     arguments = parser.parse_args()
     torch.manual_seed(1)
-    results = []
-    write = sys.stdout.write
-    write("workload                       goal    read    ours overlap spread   error items\n")
-    for work in WORKLOADS:
-        if arguments.only and arguments.only not in work.name:
+    record = machine()
+    sys.stdout.write("".join(f"{name}: {value}\n" for name, value in record.items()))
+    works = {
+        "rows": ROWS,
+        "trees": [tree(*shape, heads) for shape in TREES for heads in HEAD_PAIRS],
+        "divergence": [
+            prompt(32, (32, 32), shared + int(shared * part), shared)
+            for shared in PROMPTS
+            for part in DIVERGED
+        ],
+        "batch": [prompt(batch, (32, 32), 2048 + 64, 2048) for batch in BATCHES],
+    }
+    timed: dict[str, list[Row]] = {}
+    for section in arguments.sections:
+        sys.stdout.write(f"\n{section}\n")
+        if section == "plan":
+            record["plan"] = plan_times()
+            for name, us in record["plan"].items():
+                sys.stdout.write(f"{name:42} {us:8.1f}\n")
             continue
-        result = run(work, arguments.path)
-        results.append(result)
-        write(
-            f"{result.name:28} {result.goal:7.1f} {result.read:7.1f} {result.us:7.1f}"
-            f" {result.us_overlap:7.1f} {result.spread:5.1f}% {result.error:.1e} {result.items}\n"
-        )
-        sys.stdout.flush()
-        torch.cuda.empty_cache()
+        ways = all_ways if section == "rows" else with_and_without
+        timed[section] = run(works[section], ways, arguments, separate=section != "rows")
+        record[section] = [row.record() for row in timed[section]]
+    slower = slower_than_one_way(row for rows in timed.values() for row in rows)
+    record["slower than without sharing"] = slower
+    sys.stdout.write("\nslower than without sharing: " + ("; ".join(slower) or "none") + "\n")
     if arguments.out:
-        record = {
-            "device": torch.cuda.get_device_name(),
-            "path": arguments.path,
-            "rows": [asdict(result) for result in results],
-        }
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(tables(record))
+    if arguments.plots:
+        plot_rows(arguments.plots / "h200_rows.png", timed.get("rows", []))
+        plot_curves(arguments.plots, timed.get("divergence", []), timed.get("batch", []))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
