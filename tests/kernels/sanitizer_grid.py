@@ -17,11 +17,14 @@ import torch
 from chunkcache import attention, reference
 from chunkcache.kernels import build, frontend, table, tpp
 
-from .device import PATHS
+from .device import FP8_PATHS, PATHS
 from .serving import Serving
 
+FP8 = torch.float8_e4m3fn
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16"}
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+#: Of K and V in fp8.
+SCALE = 0.5
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Pages:
     head_dim: int = 128
     page_size: int = 64
     dtype: torch.dtype = torch.float16
+    is_fp8: bool = False
     qo_len: int = 1
     window_left: int = -1
     logits_soft_cap: float = 0.0
@@ -52,6 +56,7 @@ STEPS = (
     Pages(64, (20, 9), 4, 4, head_dim=96, page_size=16, dtype=torch.bfloat16, window_left=30),
     # Four consumer warps, queries in shared memory.
     Pages(64, (20, 9), 4, 2, head_dim=256, page_size=16),
+    Pages(96, (33, 5, 40), 8, 2, page_size=32, qo_len=5, is_fp8=True, window_left=60),
 )
 
 
@@ -71,7 +76,8 @@ def attend(step: Pages, path: str) -> None:
             here = min(length - place * size, size)
             shape = (2, here, step.num_kv_heads, step.head_dim)
             kv[page, :, :here] = torch.from_numpy(rng.standard_normal(shape))
-    kv = kv.to(step.dtype)
+    kv = kv.to(FP8 if step.is_fp8 else step.dtype)
+    scale = SCALE if step.is_fp8 else None
     rows = len(lens) * step.qo_len
     shape = (rows, step.num_qo_heads, step.head_dim)
     q = torch.from_numpy(rng.standard_normal(shape)).to(step.dtype)
@@ -82,12 +88,13 @@ def attend(step: Pages, path: str) -> None:
     kernel = tpp.TppAttention(
         torch.cuda.current_device(),
         NAMES[step.dtype],
+        "E4M3" if step.is_fp8 else NAMES[step.dtype],
         step.num_qo_heads,
         step.num_kv_heads,
         step.head_dim,
         path,
     )
-    pages = frontend.paged_kv(kv.cuda(), None, "NHD", kernel.device)
+    pages = frontend.paged_kv(kv.cuda(), None, "NHD", kernel.device, scale, scale)
     poisoned = torch.full_like(q, torch.nan).cuda()
     call = frontend.prepare(rows, q.cuda(), pages, options, poisoned, None)
     stream = torch.cuda.current_stream().cuda_stream
@@ -97,7 +104,7 @@ def attend(step: Pages, path: str) -> None:
     expected = attention.run(
         plan,
         q.float(),
-        kv.float(),
+        kv.float() * (scale or 1.0),
         logits_soft_cap=step.logits_soft_cap,
         window_left=step.window_left,
     )
@@ -108,9 +115,9 @@ def attend(step: Pages, path: str) -> None:
 
 
 def steps() -> None:
-    """Two-phase attention on both paths."""
-    for path in PATHS:
-        for step in STEPS:
+    """Two-phase attention on all paths."""
+    for step in STEPS:
+        for path in FP8_PATHS if step.is_fp8 else PATHS:
             attend(step, path)
 
 
@@ -118,18 +125,20 @@ def writes() -> None:
     """New K/V into slots, converted from each type to each."""
     rng = np.random.default_rng(4)
     slots = torch.tensor([17, -1, 63, 0, 5])
-    for pages_dtype in NAMES:
+    for pages_dtype in (*NAMES, *([FP8] if FP8_PATHS else [])):
+        scale, near = (SCALE, 0.07) if pages_dtype == FP8 else (None, 0.0)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             k, v = (torch.from_numpy(rng.standard_normal((5, 3, 80))).to(dtype) for _ in range(2))
-            pages = torch.full((4, 2, 16, 3, 80), torch.nan, dtype=pages_dtype)
-            on_device = pages.cuda()
-            paged = frontend.paged_kv(on_device, None, "NHD", on_device.device.index)
+            pages = torch.full((4, 2, 16, 3, 80), torch.nan)
+            on_device = pages.to(pages_dtype).cuda()
+            paged = frontend.paged_kv(on_device, None, "NHD", on_device.device.index, scale, scale)
             frontend.write_kv(k.cuda(), v.cuda(), slots.cuda(), paged)
             for row, slot in enumerate(slots.tolist()):
                 if slot >= 0:
-                    pages[slot // 16, 0, slot % 16] = k[row].to(pages_dtype)
-                    pages[slot // 16, 1, slot % 16] = v[row].to(pages_dtype)
-            if not torch.equal(on_device.cpu().nan_to_num(), pages.nan_to_num()):
+                    pages[slot // 16, 0, slot % 16] = k[row].to(pages_dtype if not scale else dtype)
+                    pages[slot // 16, 1, slot % 16] = v[row].to(pages_dtype if not scale else dtype)
+            found = on_device.cpu().float() * (scale or 1.0)
+            if not torch.allclose(found, pages, rtol=near, atol=near / 50, equal_nan=True):
                 raise AssertionError(f"write_kv from {dtype} to {pages_dtype}")
 
 

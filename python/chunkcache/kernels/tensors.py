@@ -4,8 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chunkcache._arrays import FP8
-from chunkcache.errors import InvalidConfigError, KernelError
-from chunkcache.kernels import driver
+from chunkcache.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +36,8 @@ def is_cuda(array: Any) -> bool:
 def as_tensor(name: str, array: Any) -> "torch.Tensor":
     """Return CUDA memory as a torch tensor over the same bytes, ordered after its producer's work.
 
+    A `__cuda_array_interface__` names no device: its memory has to be on torch's current one.
+
     Args:
         name: the argument's name, for messages.
         array: what `is_cuda` is true of.
@@ -56,12 +57,13 @@ def as_tensor(name: str, array: Any) -> "torch.Tensor":
     try:
         if hasattr(array, "__dlpack__"):
             # Asks the producer to let torch's current stream wait for what it has queued.
-            return torch.utils.dlpack.from_dlpack(array)
+            with torch.cuda.device(array.__dlpack_device__()[1]):
+                return torch.utils.dlpack.from_dlpack(array)
         interface = array.__cuda_array_interface__
-        tensor = torch.as_tensor(array, device=_home(interface["data"][0]))
+        tensor = torch.as_tensor(array, device="cuda")
         if tensor.numel() and tensor.data_ptr() != interface["data"][0]:
             raise TypeError("its memory cannot be used in place")
-    except (BufferError, KernelError, RuntimeError, TypeError, ValueError) as problem:
+    except (BufferError, RuntimeError, TypeError, ValueError) as problem:
         raise InvalidConfigError(
             f"{name}: got {type(array).__name__} ({problem}), allowed is CUDA memory that torch can"
             " use in place"
@@ -73,16 +75,6 @@ def as_tensor(name: str, array: Any) -> "torch.Tensor":
         waited = make_stream(producer, device=tensor.device)
         torch.cuda.current_stream(tensor.device).wait_stream(waited)
     return tensor
-
-
-def _home(address: int) -> str:
-    """Return the device that memory is on, torch's current one for no memory."""
-    if not address:
-        return "cuda"
-    cu = driver.driver()
-    ordinal = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    found = driver.check(cu.cuPointerGetAttribute(ordinal, address), "cuPointerGetAttribute")
-    return f"cuda:{int(found)}"
 
 
 class Wanted(NamedTuple):
