@@ -48,13 +48,14 @@ class Inputs:
         half = {"dtype": torch.float16, "device": "cuda"}
         copies = num_copies(work.kv_bytes)
         pages = torch.empty(copies, len(work.page_ids), 2, *shape, **half).normal_()
+        if work.item_size == 1:
+            pages = pages.to(torch.float8_e4m3fn)
         q = torch.randn(work.batch, work.num_qo_heads, HEAD_DIM, **half)
         rows = torch.linspace(0, work.batch - 1, NUM_CHECKED).long().unique().cuda()
         table = torch.from_numpy(work.block_table()).cuda()[rows]
-        k, v = (
-            pages[0, table, side].transpose(2, 3).flatten(1, 2)[:, : work.context].double()
-            for side in (0, 1)
-        )
+        # Elements of 8 bits cannot be gathered as what they are.
+        found = pages[0].view(torch.uint8)[table].view(pages.dtype).double()
+        k, v = (x.transpose(2, 3).flatten(1, 2)[:, : work.context] for x in found.unbind(2))
         grouped = q[rows].double().unflatten(1, (work.num_kv_heads, work.group))
         scores = torch.einsum("bhgd,bnhd->bhgn", grouped, k) / HEAD_DIM**0.5
         reference = torch.einsum("bhgn,bnhd->bhgd", scores.softmax(-1), v).flatten(1, 2)
@@ -79,7 +80,8 @@ def two_phase(
     """
     work, device = inputs.work, torch.cuda.current_device()
     heads = (work.num_qo_heads, work.num_kv_heads)
-    attention = TppAttention(device, "F16", "F16", *heads, HEAD_DIM, path)
+    kv_element = "F16" if work.item_size == 2 else "E4M3"
+    attention = TppAttention(device, "F16", kv_element, *heads, HEAD_DIM, path)
     stream = torch.cuda.current_stream().cuda_stream
     schedule = cut_tables(tables, attention.heads, costs_of(device))
     on_device = TppTables(device, tables, schedule, HEAD_DIM, stream)
@@ -93,7 +95,7 @@ def two_phase(
         out_head=out.stride(1),
         lse=0,
     )
-    strides = Strides(*(2 * inputs.pages.stride(dim) for dim in (1, 3, 4)))
+    strides = Strides(*(work.item_size * inputs.pages.stride(dim) for dim in (1, 3, 4)))
     launches = [
         attention.launch(
             on_device,

@@ -34,7 +34,7 @@ class Planner:
         self.seqs = [self.join(i) for i in range(BATCH)]
 
     def join(self, number: int) -> int:
-        """Add a sequence with a token of its own behind the common prompt; compute its prompt."""
+        """Add a sequence with tokens of its own behind the common prompt; compute its prompt."""
         seq = self.tree.insert([*range(SHARED), 10_000 + number, 1]).seq
         info = self.tree.sequence(seq)
         count = info.num_tokens - info.num_computed_tokens - 1
@@ -76,10 +76,19 @@ def _ours() -> dict[str, float]:
         plan, us = planner.step()
         joined.append(us)
         planner.advance(plan)
+    together = []
+    for lap in range(5):
+        for seq in planner.seqs:
+            planner.tree.remove(seq)
+        planner.seqs = [planner.join((2 + lap) * 1000 + number) for number in range(BATCH)]
+        plan, us = planner.step()
+        together.append(us / BATCH)
+        planner.advance(plan)
     return {
         "no structural change": statistics.median(steady),
         "all fill a chunk": statistics.median(filled),
         "one joins": statistics.median(joined),
+        "all join, each": statistics.median(together),
     }
 
 

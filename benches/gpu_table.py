@@ -55,6 +55,14 @@ def _rows_table(rows: list[dict[str, Any]]) -> list[str]:
     return _table(header, lines)
 
 
+def _fp8_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        read, ours = (row["us"][name][0] for name in (FLOOR, "two-phase"))
+        lines.append([row["name"], _cell(read), _cell(ours), f"{ours / read:.2f}"])
+    return _table(["batch, heads q/kv, n_p/n_s", "read", "ours", "ours / read"], lines)
+
+
 def _sharing_table(rows: list[dict[str, Any]]) -> list[str]:
     header = ["step", "read", "ours", "same pages, read by each", "nothing shared"]
     header += ["FlashInfer decode", "cascade, fa2", "nothing shared / ours"]
@@ -76,6 +84,8 @@ def tables(record: dict[str, Any]) -> str:
     lines = [f"# {record['device']}", "", f"{said}. `{record['command']}`. Microseconds.", ""]
     if record.get("rows"):
         lines += ["## One common prompt", "", *_rows_table(record["rows"]), ""]
+    if record.get("fp8"):
+        lines += ["## K and V in fp8 (e4m3)", "", *_fp8_table(record["fp8"]), ""]
     for section, title in TITLES.items():
         if record.get(section):
             lines += [f"## {title}", "", *_sharing_table(record[section]), ""]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from chunkcache.kernels.work import NONE, PlanTables
 
 HEAD_DIM = 128
-ITEM_SIZE = 2  # float16
 
 PageIds = npt.NDArray[np.int64]
 
@@ -29,6 +28,7 @@ class Workload:
         tokens: tokens of a node of each level, a multiple of the page size but for the last.
         page_size: tokens of a page.
         goal: microseconds to reach, 0 for none.
+        item_size: bytes of an element of K and V: 2 in float16, 1 in fp8 (e4m3).
     """
 
     name: str
@@ -39,6 +39,7 @@ class Workload:
     tokens: tuple[int, ...]
     page_size: int = 64
     goal: float = 0.0
+    item_size: int = 2
 
     @property
     def context(self) -> int:
@@ -56,7 +57,7 @@ class Workload:
         return self.nodes[0] < self.batch
 
     def _bytes(self, tokens: int) -> int:
-        return tokens * self.num_kv_heads * HEAD_DIM * 2 * ITEM_SIZE
+        return tokens * self.num_kv_heads * HEAD_DIM * 2 * self.item_size
 
     @property
     def kv_bytes(self) -> int:
@@ -204,6 +205,14 @@ TREES = (
     ((2, 8, 16, 256), (256, 256, 32, 32)),
     ((256,), (1024,)),
     ((256,), (4096,)),
+)
+
+
+#: The same with K and V in fp8.
+FP8_ROWS = tuple(
+    replace(row, name=f"{row.name} fp8", goal=0.0, item_size=1)
+    for row in ROWS
+    if row.num_kv_heads == 8 or row.context == 4096
 )
 
 

@@ -9,6 +9,8 @@ things (`CHUNKCACHE_RACECHECK` in `cuda/common/ptx.cuh`). Exits with 1 if a tool
 import argparse
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -50,24 +52,26 @@ def run(tool: str, grid: list[str], logs: Path | None, timeout: float) -> bool:
         "PYTHONUNBUFFERED": "1",
     }
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        log, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as late:
-        log, code = (late.stdout or b"").decode(errors="replace"), -1
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            log, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            # The tool's own child, too.
+            os.killpg(process.pid, signal.SIGKILL)
+            log, _ = process.communicate()
     seconds = time.monotonic() - begin
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / f"{tool}.log").write_text(log)
     count = reports(log)
+    code = process.returncode
     is_clean = count == 0 and code == 0
     said = "no summary" if count is None else f"{count} reports"
     sys.stdout.write(f"{tool:10} {said}, exit code {code}, {seconds:.0f} s\n")
@@ -88,6 +92,8 @@ def main() -> int:
     unknown = set(arguments.tools) - set(TOOLS)
     if unknown:
         parser.error(f"tool: got {', '.join(sorted(unknown))}, allowed are {', '.join(TOOLS)}")
+    if shutil.which("compute-sanitizer") is None:
+        sys.exit("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     clean = [
         run(tool, arguments.grid, arguments.logs, arguments.timeout) for tool in arguments.tools
     ]
