@@ -1,15 +1,17 @@
 """Decode steps of the engine on a CUDA device: `python benches/gpu_serving.py [--out FILE]`.
 
 Llama-2-7B and Llama-3-8B shapes with random float16 weights, 512 tokens generated for each of the
-sequences. For each load the mean time of a decode step, sharing on and off in the same process,
-beside the floor: weights and distinct K/V, half of the new tokens generated, over the bandwidth of
-a plain read that is measured in the run. Then the time to the first token of 32 cached prompts, and
-with `--profile` the kernels that a step spends its time in.
+sequences. For each load the mean time of a decode step beside the floor: weights and distinct K/V,
+half of the new tokens generated, over the bandwidth of a plain read that is measured in the run;
+what the step's time goes to; and with `--compare` the step without sharing, half of the new tokens
+generated. Then the gap between steps on the device with the overlap of planning and without, and
+the time to the first token of 32 cached prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import gc
 import itertools
@@ -17,17 +19,21 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from step_profile import Profile, watch
 
+from chunkcache import KernelError
 from chunkcache.engine import LLM, SamplingParams
 
 CHUNK_SIZE = 64
 NUM_GENERATED = 512
+PROFILED_STEPS = 16
+UNSHARED_STEPS = 64
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-2-7B": {
         "vocab_size": 32000,
@@ -88,7 +94,9 @@ class Result:
     Attributes:
         sharing: mean of our step, what is shared read once.
         spread: interquartile range over the median.
-        unshared: mean with sharing off; None if it was not run.
+        unshared: mean with sharing off, with half of the tokens generated; None if it was not run,
+            or does not fit into the device's memory.
+        profile: what a step's time goes to, in microseconds, with half of the tokens generated.
         floor: weights and distinct K/V over the read bandwidth.
         goal: of the load.
         first_token: seconds to the first token of the last sequence, nothing cached before.
@@ -101,6 +109,7 @@ class Result:
     floor: float
     goal: float
     first_token: float
+    profile: dict[str, Any]
 
 
 def make_model(shape: str) -> Any:
@@ -143,31 +152,52 @@ def prompts_of(load: Load) -> list[list[int]]:
     return tails.tolist()
 
 
-def serve(model: Any, load: Load, sharing: bool, compiled: bool) -> tuple[float, float, float]:
-    """Return the mean of a decode step in ms, its spread, and the time to the last first token."""
+def make_llm(model: Any, load: Load, num_generated: int, **config: Any) -> LLM:
+    """Return an engine with room for a load."""
+    sharing = config.get("enable_prefix_sharing", True)
     shared = load.shared if sharing else 0
-    tokens_each = load.prompt - shared + NUM_GENERATED + 2 * CHUNK_SIZE
+    tokens_each = load.prompt - shared + num_generated + 2 * CHUNK_SIZE
     chunks = load.batch * -(-tokens_each // CHUNK_SIZE) + shared // CHUNK_SIZE + 8
-    llm = LLM(
+    return LLM(
         model,
         chunk_size=CHUNK_SIZE,
         capacity=chunks,
         max_num_seqs=load.batch,
         max_num_batched_tokens=8192,
-        enable_prefix_sharing=sharing,
-        compile_model=compiled,
+        **config,
     )
+
+
+def requests_of(llm: LLM, load: Load, num_generated: int) -> list[Any]:
+    """Return the load's requests, for as many tokens each."""
     params = SamplingParams(
-        max_tokens=NUM_GENERATED,
+        max_tokens=num_generated,
         ignore_eos=True,
         n=load.batch if load.as_samples else 1,
         temperature=0.0,
     )
-    outputs = [o for r in llm.generate(prompts_of(load), params) for o in r.outputs]
+    return [llm.request(prompt, params) for prompt in prompts_of(load)]
+
+
+def begin(llm: LLM, requests: list[Any], num_tokens: int = 1) -> None:
+    """Run until all sequences have so many tokens."""
+    llm.engine.add(requests)
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    while min(len(sequence.output.token_ids) for sequence in sequences) < num_tokens:
+        llm.engine.step()
+
+
+def forget(llm: LLM) -> None:
+    """Give an engine's memory back; the caller holds the last reference."""
     del llm
     # Its graphs and its arena are in reference cycles.
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def step_times(requests: list[Any]) -> tuple[float, float, float]:
+    """Return the mean of a decode step in ms, its spread, and the time to the last first token."""
+    outputs = [output for request in requests for output in request.output.outputs]
     together = max(output.token_times[0] for output in outputs)
     times = [t for t in outputs[-1].token_times if t > together]
     gaps = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
@@ -177,58 +207,66 @@ def serve(model: Any, load: Load, sharing: bool, compiled: bool) -> tuple[float,
     return mean, (high - low) / median, together
 
 
-def time_to_first_token(model: Any) -> float:
-    """Return the seconds until 32 cached prompts of 4,096 tokens have their first token."""
+def serve(model: Any, load: Load, compiled: bool) -> tuple[float, float, float, Profile]:
+    """Return what `step_times` does, and the profile of steps half way."""
+    llm = make_llm(model, load, NUM_GENERATED, compile_model=compiled)
+    requests = requests_of(llm, load, NUM_GENERATED)
+    begin(llm, requests, NUM_GENERATED)
+    times = step_times(requests)
+    llm.engine.settle()
+    # Once more, the prompts being cached, to look inside.
+    requests = requests_of(llm, load, NUM_GENERATED)
+    begin(llm, requests, NUM_GENERATED // 2)
+    profile = watch(llm.engine.step, PROFILED_STEPS)
+    llm.engine.abort(requests)
+    forget(llm)
+    return *times, profile
+
+
+def serve_unshared(model: Any, load: Load, compiled: bool) -> float | None:
+    """Return the mean of a decode step in ms half way, sharing off; None if it does not fit."""
+    length = load.prompt + NUM_GENERATED // 2 - UNSHARED_STEPS // 2
+    half = dataclasses.replace(load, prompt=length, shared=length)
+    try:
+        llm = make_llm(
+            model, half, UNSHARED_STEPS, compile_model=compiled, enable_prefix_sharing=False
+        )
+    except (KernelError, torch.cuda.OutOfMemoryError):
+        return None
+    requests = requests_of(llm, half, UNSHARED_STEPS)
+    begin(llm, requests, UNSHARED_STEPS)
+    mean = step_times(requests)[0]
+    forget(llm)
+    return mean
+
+
+def time_to_first_token(model: Any) -> list[float]:
+    """Return, ten times, the seconds to the first token of 32 cached prompts of 4,096 tokens."""
     load = Load("Llama-2-7B", 32, 4096, 4096, 0.0)
-    llm = LLM(
-        model, chunk_size=CHUNK_SIZE, capacity=256, max_num_seqs=32, max_num_batched_tokens=8192
-    )
+    llm = make_llm(model, load, 1)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     prompts = prompts_of(load)
     llm.generate(prompts, params)
     times = []
-    for _ in range(5):
-        begin = time.perf_counter()
+    for _ in range(10):
+        before = time.perf_counter()
         llm.generate(prompts, params)
-        times.append(time.perf_counter() - begin)
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
-    return statistics.median(times)
+        times.append(time.perf_counter() - before)
+    forget(llm)
+    return times
 
 
-def profile(model: Any, load: Load, compiled: bool) -> list[tuple[str, float]]:
-    """Return the kernels of a decode step and their microseconds a step."""
-    chunks = load.batch * 12 + load.prompt // CHUNK_SIZE + 8
-    llm = LLM(
-        model,
-        chunk_size=CHUNK_SIZE,
-        capacity=chunks,
-        max_num_seqs=load.batch,
-        max_num_batched_tokens=8192,
-        compile_model=compiled,
-    )
-    requests = [
-        llm.request(prompt, SamplingParams(max_tokens=100, ignore_eos=True))
-        for prompt in prompts_of(load)
-    ]
-    llm.engine.add(requests)
-    while not all(r.output.outputs[0].token_ids for r in requests):
-        llm.engine.step()
-    steps = 20
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(steps):
-            llm.engine.step()
-        torch.cuda.synchronize()
-    llm.engine.abort(requests)
-    events = profiler.key_averages()
-    kernels = sorted(
-        ((e.key[:70], e.self_device_time_total / steps) for e in events), key=lambda pair: -pair[1]
-    )
-    launches = sum(e.count for e in events) / steps
-    total = sum(microseconds for _, microseconds in kernels)
-    return [(f"all of {launches:.0f} kernels", total), *kernels[:14]]
+def gaps(model: Any, load: Load) -> dict[str, Any]:
+    """Return the steps on the device with planning beside them and without."""
+    found = {}
+    for name, overlap in (("overlap", True), ("no overlap", False)):
+        llm = make_llm(model, load, NUM_GENERATED, enable_overlap=overlap)
+        requests = requests_of(llm, load, NUM_GENERATED)
+        begin(llm, requests, 20)
+        found[name] = watch(llm.engine.step, 2 * PROFILED_STEPS)._asdict()
+        llm.engine.abort(requests)
+        forget(llm)
+    return found
 
 
 def measure(load: Load, model: Any, bandwidth: float, *, compare: bool, compiled: bool) -> Result:
@@ -241,9 +279,44 @@ def measure(load: Load, model: Any, bandwidth: float, *, compare: bool, compiled
     # Of the embedding only the rows of the step's tokens are read.
     weights -= model.get_input_embeddings().weight.numel() * 2
     floor = 1e3 * (weights + distinct * token_bytes) / bandwidth
-    sharing, spread, first_token = serve(model, load, sharing=True, compiled=compiled)
-    unshared = serve(model, load, sharing=False, compiled=compiled)[0] if compare else None
-    return Result(load.name, sharing, spread, unshared, floor, load.goal, first_token)
+    sharing, spread, first_token, profile = serve(model, load, compiled)
+    unshared = serve_unshared(model, load, compiled) if compare and load.shared else None
+    return Result(
+        load.name, sharing, spread, unshared, floor, load.goal, first_token, profile._asdict()
+    )
+
+
+def run_shape(
+    shape: str, loads: list[Load], bandwidth: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Run the loads of one shape, and write them as they come."""
+    write = sys.stdout.write
+    model = make_model(shape)
+    record: dict[str, Any] = {"loads": []}
+    for load in loads:
+        result = measure(
+            load, model, bandwidth, compare=arguments.compare, compiled=arguments.compiled
+        )
+        record["loads"].append(dataclasses.asdict(result))
+        unshared = "" if result.unshared is None else f" unshared {result.unshared:6.2f}"
+        write(
+            f"{result.load:48s} {result.sharing:6.2f} (spread {result.spread:4.0%}){unshared}"
+            f" floor {result.floor:5.2f} ({result.sharing / result.floor:.2f}) goal"
+            f" {result.goal:5.1f}, first tokens {result.first_token:5.2f} s\n"
+        )
+        parts = ", ".join(f"{name} {us:.0f}" for name, us in result.profile["parts"].items())
+        write(f"  {result.profile['kernels']:.0f} kernels, us: {parts}\n")
+        sys.stdout.flush()
+    if shape == "Llama-2-7B":
+        times = time_to_first_token(model)
+        record["cached_first_token_seconds"] = times
+        write(f"32 cached prompts, first token: {statistics.median(times):.4f} s\n")
+        record["gaps"] = {"load": loads[0].name, **gaps(model, loads[0])}
+        for name in ("overlap", "no overlap"):
+            found = record["gaps"][name]
+            write(f"{name}: step {found['step']:.0f} us, gap between steps {found['gap']:.0f} us\n")
+    sys.stdout.flush()
+    return record
 
 
 def main() -> None:
@@ -253,7 +326,6 @@ def main() -> None:
     parser.add_argument("--filter", default="", help="only loads whose name contains this")
     parser.add_argument("--compare", action="store_true", help="also with sharing off")
     parser.add_argument("--compiled", action="store_true", help="with compile_model=True")
-    parser.add_argument("--profile", action="store_true", help="also the kernels of a step")
     arguments = parser.parse_args()
     bandwidth = read_bandwidth()
     record: dict[str, Any] = {
@@ -263,39 +335,18 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "command": "python " + " ".join(sys.argv),
         "read_bytes_per_second": bandwidth,
-        "loads": [],
     }
-    write = sys.stdout.write
-    write(f"{torch.cuda.get_device_name()}, read {bandwidth / 1e12:.2f} TB/s; ms a decode step\n")
+    sys.stdout.write(
+        f"{torch.cuda.get_device_name()}, read {bandwidth / 1e12:.2f} TB/s; ms a decode step\n"
+    )
     for shape in SHAPES:
         loads = [x for x in LOADS if x.shape == shape and arguments.filter in x.name]
-        if not loads:
-            continue
-        model = make_model(shape)
-        for load in loads:
-            result = measure(
-                load, model, bandwidth, compare=arguments.compare, compiled=arguments.compiled
-            )
-            record["loads"].append(asdict(result))
-            unshared = "" if result.unshared is None else f" unshared {result.unshared:6.2f}"
-            write(
-                f"{result.load:48s} {result.sharing:6.2f} (spread {result.spread:4.0%}){unshared}"
-                f" floor {result.floor:5.2f} goal {result.goal:5.1f}"
-                f" first tokens {result.first_token:5.2f} s\n"
-            )
-            sys.stdout.flush()
-        if shape == "Llama-2-7B":
-            record["cached_first_token_seconds"] = time_to_first_token(model)
-            write(f"32 cached prompts, first token: {record['cached_first_token_seconds']:.4f} s\n")
-        if arguments.profile:
-            record[f"kernels {loads[0].name}"] = profile(model, loads[0], arguments.compiled)
-            for name, microseconds in record[f"kernels {loads[0].name}"]:
-                write(f"  {microseconds:8.1f} us {name}\n")
+        if loads:
+            record[shape] = run_shape(shape, loads, bandwidth, arguments)
+            gc.collect()
+            torch.cuda.empty_cache()
         if arguments.out:
             arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

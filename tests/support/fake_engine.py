@@ -39,7 +39,7 @@ class CountingRunner:
         self.before(len(self.steps))
         ends = step.plan.qo_indptr.tolist()
         self.steps.append([end - begin for begin, end in itertools.pairwise(ends)])
-        tokens = step.token_ids[step.logits_rows]
+        tokens = step.tokens.on_device()[step.logits_rows]
         return torch.nn.functional.one_hot((tokens + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
 
 
@@ -47,6 +47,7 @@ class FailingPicker(TokenPicker):
     """A picker that fails for the samples of the given seeds, or altogether."""
 
     def __init__(self, seeds: set[int], *, altogether: bool = False) -> None:
+        super().__init__()
         self._seeds = seeds
         self._altogether = altogether
 

@@ -10,10 +10,9 @@ from typing import Protocol
 
 import torch
 
-from chunkcache.engine.device import to_device
 from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.picker import Pick, Picked
-from chunkcache.engine.runner import StepInput
+from chunkcache.engine.runner import NewTokens, StepInput
 from chunkcache.engine.step import Step
 
 
@@ -157,18 +156,19 @@ class StepExecutor:
 
     def _compute(self, step: Step) -> tuple[Picked, dict[int, Exception]]:
         device = self._runner.device
-        token_ids = to_device(step.token_ids, device)
-        if self._picked is not None and len(step.pending_rows):
-            pending = self._picked.tokens[to_device(step.pending_picks, device)]
-            # A pick that failed has ended its sequence; any token will do until that is known.
-            token_ids[to_device(step.pending_rows, device)] = pending.clamp(min=0)
-        logits_rows = to_device(step.logits_rows, device)
+        tokens = NewTokens(
+            step.token_ids,
+            device,
+            step.pending_rows,
+            step.pending_picks,
+            None if self._picked is None else self._picked.tokens,
+        )
         try:
             logits = self._runner.run(
                 StepInput(
                     step.plan,
-                    token_ids,
-                    logits_rows,
+                    tokens,
+                    step.logits_rows,
                     step.adapter_rows,
                     is_decode=step.is_decode,
                     takes_all_rows=step.takes_all_rows,

@@ -12,13 +12,18 @@ from bisect import bisect_left
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from chunkcache import ChunkCache
 from chunkcache.engine.attention import keep_from_compilation
+from chunkcache.engine.decode_chain import MAX_ROWS, DecodeChain, can_chain
+from chunkcache.engine.decode_stack import find_stack
+from chunkcache.engine.device import to_device
 from chunkcache.engine.fused_norms import fused_norms
 from chunkcache.engine.lora import Adapters
-from chunkcache.engine.runner import ModelRunner, StepInput
+from chunkcache.engine.picker import best_tokens
+from chunkcache.engine.runner import ModelRunner, NewTokens, StepInput
 from chunkcache.errors import InvalidConfigError, KernelError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +38,9 @@ def row_counts(max_rows: int) -> list[int]:
 class GraphRunner:
     """A `ModelRunner` whose decode steps are CUDA graphs.
 
-    Steps that compute prompts, or rows of a LoRA adapter, run as `ModelRunner` runs them.
+    A recorded step begins with the tokens that the step before picked and ends with those that it
+    picks itself, so that between two steps nothing is launched. Steps that compute prompts, or rows
+    of a LoRA adapter, run as `ModelRunner` runs them.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class GraphRunner:
         adapters: Adapters | None = None,
         *,
         max_rows: int,
+        num_positions: int,
         compiled: bool = False,
     ) -> None:
         """Record decode steps of up to ``max_rows`` sequences.
@@ -52,26 +60,34 @@ class GraphRunner:
             cache: what holds its K/V.
             adapters: its LoRA adapters.
             max_rows: the most sequences of a recorded step.
+            num_positions: how long a sequence may get.
             compiled: whether torch.compile is to fuse what lies between the attention and the
-                matrix products.
+                matrix products, where our own kernels do not.
 
         Raises:
             InvalidConfigError: the model cannot be recorded, or not be compiled.
         """
         self._plain = ModelRunner(model, cache, adapters)
         self._recorder = self._plain
-        if compiled:
+        self._cache = cache
+        counts = row_counts(max_rows)
+        stack = find_stack(model, num_positions)
+        self._chain: DecodeChain | None = None
+        if stack is not None and can_chain(stack, cache):
+            self._chain = DecodeChain(stack, cache, [n for n in counts if n <= MAX_ROWS])
+        if compiled and not (self._chain and counts[-1] <= MAX_ROWS):
             keep_from_compilation()
             self._recorder = ModelRunner(
                 model, cache, adapters, forward=torch.compile(model, dynamic=True)
             )
-        self._cache = cache
-        self._graphs: dict[int, _RecordedStep] = {}
+        self._tokens = _TokenBuffers(max_rows, self.device)
         self._outgrown: set[int] = set()
+        self._newest: torch.Tensor | None = None
+        self._graphs: dict[int, _RecordedStep] = {}
         # The largest first: the others fit into the memory that it leaves.
-        for rows in reversed(row_counts(max_rows)):
+        for rows in reversed(counts):
             self._graphs[rows] = self._recorded(rows)
-        self._counts = sorted(self._graphs)
+        self._counts = counts
 
     @property
     def device(self) -> torch.device:
@@ -81,62 +97,118 @@ class GraphRunner:
     def run(self, step: StepInput) -> torch.Tensor:
         """Compute a step; see `ModelRunner.run`.
 
-        The logits of a decode step are overwritten by the next one but one of as many rows.
+        The logits of a decode step are overwritten by the next one of as many rows.
         """
+        self._newest = None
         rows = step.plan.num_rows
         if not step.is_decode or step.adapter_rows or rows > self._counts[-1]:
             return self._plain.run(step)
         recorded_rows = self._counts[bisect_left(self._counts, rows)]
         try:
-            logits = self._graphs[recorded_rows].replay(step)
+            logits = self._graphs[recorded_rows].replay(step, self._tokens)
         except KernelError as error:
             if recorded_rows not in self._outgrown:
                 self._outgrown.add(recorded_rows)
                 logger.warning("decode steps of %d rows run unrecorded: %s", recorded_rows, error)
             return self._plain.run(step)
-        return logits[:rows] if step.takes_all_rows else logits[step.logits_rows]
+        if not step.takes_all_rows:
+            return logits[to_device(step.logits_rows, self.device)]
+        self._newest = logits[:rows]
+        return self._newest
+
+    def best_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the best token of each row; those of a recorded step are there already."""
+        if logits is self._newest:
+            return self._tokens.picked[: len(logits)]
+        return best_tokens(logits)
 
     def _recorded(self, rows: int) -> _RecordedStep:
-        try:
-            # Libraries set themselves up at first use, which cannot be recorded.
-            with self._cache.plan([None] * rows) as plan:
-                self._recorder.run(_padding_step(plan, rows, self.device))
-            norms = (
-                nullcontext()
-                if self._recorder is not self._plain
-                else fused_norms(self._plain.model)
-            )
-            with self._cache.plan([None] * rows) as plan, norms:
-                return _RecordedStep(self._recorder, plan, rows)
-        except (RuntimeError, KernelError) as error:
-            raise InvalidConfigError(
-                f"model {type(self._plain.model).__name__}: its decode step cannot be recorded as a"
-                f" CUDA graph ({error}); enable_cuda_graphs=False runs it kernel by kernel"
-            ) from error
+        chain = self._chain if rows <= MAX_ROWS else None
+        is_plain = chain is None and self._recorder is self._plain
+        norms = fused_norms(self._plain.model) if is_plain else nullcontext()
+        every_row = torch.arange(rows, device=self.device)
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            try:
+                # Libraries set themselves up at first use, which cannot be recorded.
+                with self._cache.plan([None] * rows) as plan:
+                    self._recorder.forward(plan, every_row, every_row, every_row)
+                with self._cache.plan([None] * rows) as plan, norms:
+                    return _RecordedStep(chain or self._recorder, self._cache, plan, self._tokens)
+            except (RuntimeError, KernelError) as error:
+                raise InvalidConfigError(
+                    f"model {type(self._plain.model).__name__}: its decode step cannot be recorded"
+                    f" as a CUDA graph ({error}); enable_cuda_graphs=False runs it kernel by kernel"
+                ) from error
+
+
+class _TokenBuffers:
+    """Where recorded steps find their tokens and leave those that they pick.
+
+    Attributes:
+        sources: int64 ``[max_rows]``: where a row's token comes from: ``picked[i]`` for i >= 0,
+            else it is ``-1 - i`` itself.
+        picked: int64 ``[max_rows]``, what was picked last; `NO_TOKEN` where the logits are not
+            finite.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        """Allocate them; recorded steps read them where they are."""
+        self.sources = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self.picked = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def load(self, tokens: NewTokens) -> None:
+        """Say where the tokens of the next step come from."""
+        sources = -1 - tokens.ids
+        if tokens.picked is not None and len(tokens.pending_rows):
+            picks = tokens.pending_picks
+            if tokens.picked.data_ptr() != self.picked.data_ptr():
+                # They come from a step that was not recorded, or are picked from in another order.
+                chosen = tokens.picked[to_device(picks, tokens.device)]
+                picks = np.arange(len(picks))
+                self.picked[: len(picks)].copy_(chosen)
+            sources[tokens.pending_rows] = picks
+        self.sources[: len(sources)].copy_(to_device(sources, tokens.device))
+
+    def token_ids(self, rows: int) -> torch.Tensor:
+        """Return the tokens of the first rows, for a step that is being recorded."""
+        sources = self.sources[:rows]
+        picked = self.picked[sources.clamp(min=0)].clamp(min=0)
+        return torch.where(sources < 0, -1 - sources, picked)
 
 
 class _RecordedStep:
     """One recorded decode step, for up to so many rows."""
 
-    def __init__(self, runner: ModelRunner, plan: Any, rows: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner | DecodeChain,
+        cache: ChunkCache,
+        plan: Any,
+        tokens: _TokenBuffers,
+    ) -> None:
         """Record it with a plan of that many padding rows."""
-        # The recording reads these where they are, so that they have to stay.
-        self._token_ids = torch.zeros(rows, dtype=torch.int64, device=runner.device)
-        self._every_row = torch.arange(rows, device=runner.device)
-        self._captured = runner.cache.capture(plan)
-        with self._captured:
-            self._logits = runner.run(
-                StepInput(plan, self._token_ids, self._every_row),
-                positions=self._captured.positions,
-            )
+        rows = plan.num_rows
+        # The recording reads this where it is, so that it has to stay.
+        self._every_row = torch.arange(rows, device=tokens.picked.device)
+        self._captured = cache.capture(plan)
+        captured = self._captured
+        with captured:
+            if isinstance(runner, DecodeChain):
+                self._logits = runner.run(
+                    plan,
+                    tokens.sources[:rows],
+                    tokens.picked,
+                    captured.positions,
+                    captured.slot_mapping,
+                )
+            else:
+                self._logits = runner.forward(
+                    plan, tokens.token_ids(rows), captured.positions, self._every_row
+                )
+            tokens.picked[:rows].copy_(best_tokens(self._logits))
 
-    def replay(self, step: StepInput) -> torch.Tensor:
+    def replay(self, step: StepInput, tokens: _TokenBuffers) -> torch.Tensor:
         """Compute a step of no more rows, and return the logits of all rows."""
-        self._token_ids[: len(step.token_ids)].copy_(step.token_ids)
+        tokens.load(step.tokens)
         self._captured.replay(step.plan)
         return self._logits
-
-
-def _padding_step(plan: Any, rows: int, device: torch.device) -> StepInput:
-    token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-    return StepInput(plan, token_ids, torch.arange(rows, device=device))

@@ -17,7 +17,7 @@ from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import Engine
 from chunkcache.engine.device import HALVES, default_dtype, resolve_device
-from chunkcache.engine.executor import Runner, StepExecutor
+from chunkcache.engine.executor import StepExecutor
 from chunkcache.engine.graph_runner import GraphRunner
 from chunkcache.engine.guided import GrammarCompiler
 from chunkcache.engine.inspection import inspect_model
@@ -132,10 +132,12 @@ class LLM:
         )
         self._seeds = np.random.default_rng(self.config.seed)
         self._next_request_id = 0
+        runner = self._runner(max_rows=min(self.config.max_num_seqs, token_budget))
+        picker = TokenPicker(runner.best_of)
         self.engine = Engine(
             StepExecutor(
-                self._runner(max_rows=min(self.config.max_num_seqs, token_budget)),
-                TokenPicker() if size == 1 else parallel.SharedPicker(TokenPicker()),
+                runner,
+                picker if size == 1 else parallel.SharedPicker(picker),
                 overlap=self.config.enable_overlap,
             ),
             Scheduler(
@@ -148,13 +150,14 @@ class LLM:
             chunk_bytes=chunk_bytes,
         )
 
-    def _runner(self, max_rows: int) -> Runner:
+    def _runner(self, max_rows: int) -> GraphRunner | ModelRunner:
         if self.model.device.type == "cuda" and self.config.enable_cuda_graphs:
             return GraphRunner(
                 self.model,
                 self.cache,
                 self._adapters,
                 max_rows=max_rows,
+                num_positions=self.max_model_len,
                 compiled=self.config.compile_model,
             )
         return ModelRunner(self.model, self.cache, self._adapters)

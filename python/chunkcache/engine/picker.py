@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -130,8 +130,22 @@ class Picked:
         return {**found, **self.errors}
 
 
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the best token of each row, int64; `NO_TOKEN` where its logit is not finite."""
+    best, tokens = logits.max(dim=-1)
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
+
+
 class TokenPicker:
     """Picks the tokens of a step."""
+
+    def __init__(self, best_of: Callable[[torch.Tensor], torch.Tensor] = best_tokens) -> None:
+        """Keep what gives the best tokens of logits; the runner may have them already.
+
+        Args:
+            best_of: computes what `best_tokens` does. The picker may write into what it returns.
+        """
+        self._best_of = best_of
 
     def pick(self, logits: torch.Tensor, picks: Sequence[Pick]) -> Picked:
         """Pick a token for each of ``picks``; several may use one row.
@@ -141,20 +155,22 @@ class TokenPicker:
                 computed in float64 on the host.
             picks: the rows, and whose token it is.
         """
-        best, tokens = logits.max(dim=-1)
-        tokens = torch.where(best.isfinite(), tokens, NO_TOKEN)
+        tokens = self._best_of(logits)
         rows = np.array([pick.row for pick in picks], dtype=np.int64)
-        picked = Picked(tokens[to_device(rows, logits.device)], [None] * len(picks))
+        if not np.array_equal(rows, np.arange(len(tokens))):
+            tokens = tokens[to_device(rows, logits.device)]
+        picked = Picked(tokens, [None] * len(picks))
         on_host = [i for i, pick in enumerate(picks) if not pick.state.takes_best]
         if not on_host:
             # Nothing here waits for the device.
             return picked
         values = logits[to_device(rows[on_host], logits.device)].to("cpu", torch.float64).numpy()
+        chosen: dict[int, int] = {}
         for i, row in zip(on_host, values, strict=True):
             state = picks[i].state
             try:
                 token = state.pick(row)
-                picked.tokens[i] = token
+                chosen[i] = token
                 if state.is_complete:
                     picked.completes.add(i)
                 if (number := state.params.logprobs) is not None:
@@ -162,4 +178,6 @@ class TokenPicker:
                     picked.logprobs[i] = logprobs_of(own_row, [token], number)[0]
             except Exception as error:  # Fails this pick alone, whatever went wrong in it.
                 picked.errors[i] = error
+        index, new = np.array(list(chosen.items()), dtype=np.int64).reshape(-1, 2).T
+        picked.tokens[to_device(index, logits.device)] = to_device(new, logits.device)
         return picked

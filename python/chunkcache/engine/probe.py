@@ -18,7 +18,7 @@ from chunkcache import ChunkCache
 from chunkcache.engine.attention import implementation
 from chunkcache.engine.config import ModelSpec
 from chunkcache.engine.inspection import refused
-from chunkcache.engine.runner import ModelRunner, StepInput
+from chunkcache.engine.runner import ModelRunner, NewTokens, StepInput
 
 _CHUNK_SIZE = 16
 _NUM_TOKENS = 45
@@ -80,10 +80,10 @@ def _served_logits(
 
 
 def _run(runner: ModelRunner, handles: list[int], pieces: list[np.ndarray]) -> torch.Tensor:
-    token_ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(runner.device)
-    all_rows = torch.arange(len(token_ids), device=runner.device)
+    token_ids = np.concatenate(pieces).astype(np.int64)
+    tokens = NewTokens(token_ids, runner.device)
     with runner.cache.plan(handles, np.cumsum([0, *map(len, pieces)])) as plan:
-        logits = runner.run(StepInput(plan, token_ids, all_rows))
+        logits = runner.run(StepInput(plan, tokens, np.arange(len(token_ids))))
         runner.cache.commit(plan)
     return logits
 

@@ -64,6 +64,12 @@ class CapturedStep:
         positions: torch.Tensor = self._image.positions[: self.num_rows]
         return positions
 
+    @property
+    def slot_mapping(self) -> "torch.Tensor":
+        """Each row's slot as of the last replay, int64 `[num_rows]`; -1 for none."""
+        slots: torch.Tensor = self._image.slot_mapping[: self.num_rows]
+        return slots
+
     def __enter__(self) -> Self:
         """Begin to record."""
         if self._is_complete:
