@@ -1,5 +1,5 @@
-// Instructions of sm_90 that the skinny product needs beside those of ptx.cuh: copies of 2-D boxes, to
-// one block or to a cluster, and products of a warpgroup with both operands in shared memory.
+// Instructions of sm_90 that a decode step's kernels need beside those of ptx.cuh: copies of 2-D boxes,
+// clusters, and products of a warpgroup with both operands in shared memory.
 #pragma once
 
 #include "ptx.cuh"
@@ -17,15 +17,11 @@ __device__ __forceinline__ void copy_matrix_box(u32 to, const TensorMap* map, u3
       : "memory");
 }
 
-// The same into the blocks of the cluster that `blocks` names, each at the same place, where a
-// barrier of its own counts the bytes.
-__device__ __forceinline__ void copy_matrix_box(u32 to, const TensorMap* map, u32 barrier, u64 policy,
-                                                u32 column, u32 row, u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%4, %5}], [%2], %6, %3;" ::"r"(to),
-      "l"(map), "r"(barrier), "l"(policy), "r"(column), "r"(row), "h"(blocks)
-      : "memory");
+// The same, no further than into the L2 cache.
+__device__ __forceinline__ void prefetch_matrix_box(const TensorMap* map, u32 column, u32 row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+               "r"(column), "r"(row)
+               : "memory");
 }
 
 __device__ __forceinline__ u64 policy_evict_last() {
@@ -45,15 +41,16 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Arrives at the barrier that lies at the same place in another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+// Writes a value into the shared memory of a block of the cluster, at the place that the address has in
+// this one.
+__device__ __forceinline__ void store_at(u32 address, u32 rank, float x) {
   asm volatile(
       "{\n"
       ".reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
-      "}\n" ::"r"(barrier),
-      "r"(rank)
+      "st.shared::cluster.f32 [there], %2;\n"
+      "}\n" ::"r"(address),
+      "r"(rank), "f"(x)
       : "memory");
 }
 
@@ -71,8 +68,8 @@ __device__ __forceinline__ void wgmma_wait_for_all_but() {
   "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers "}, " a_at ", " b_at \
   ", 1, 1, 1, 0, 0;\n"
 #define CHUNKCACHE_R4 "%0, %1, %2, %3"
-#define CHUNKCACHE_R8 CHUNKCACHE_R4 ", %4, %5, %6, %7"
-#define CHUNKCACHE_R16 CHUNKCACHE_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define CHUNKCACHE_R16                                                                            \
+  CHUNKCACHE_R4 ", %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define CHUNKCACHE_R32                                                                            \
   CHUNKCACHE_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define CHUNKCACHE_R48                                                                            \
@@ -82,11 +79,6 @@ __device__ __forceinline__ void wgmma_wait_for_all_but() {
   __device__ __forceinline__ void name(float (&d)[1][4], u64 a, u64 b) {           \
     asm volatile(CHUNKCACHE_WGMMA("m64n8k16", type, CHUNKCACHE_R4, "%4", "%5")               \
                  : CHUNKCACHE_F4(0)                                                                \
-                 : "l"(a), "l"(b));                                               \
-  }                                                                                                \
-  __device__ __forceinline__ void name(float (&d)[2][4], u64 a, u64 b) {           \
-    asm volatile(CHUNKCACHE_WGMMA("m64n16k16", type, CHUNKCACHE_R8, "%8", "%9")             \
-                 : CHUNKCACHE_F4(0), CHUNKCACHE_F4(1)                                              \
                  : "l"(a), "l"(b));                                               \
   }                                                                                                \
   __device__ __forceinline__ void name(float (&d)[4][4], u64 a, u64 b) {           \

@@ -3,11 +3,12 @@
 // Reading the weights is what takes the time, so everything is arranged for that: one block a
 // multiprocessor, each with an equal share of the units (parts.cuh), a producer thread that keeps a
 // ring of stages full across tiles, and eight warps that multiply. Weights depend on no launch before:
-// the ring is filled with them while the launch before still runs; x is waited for. The two
-// blocks of a team multiply tiles side by side, and each copies half of x for both.
+// the ring is filled with them while the launch before still runs; x is waited for. When it has sent for
+// its last stage, the producer lets the L2 cache fetch the first weights of the product after this one,
+// so that memory is busy while the blocks change and the small kernel between the two runs.
 //
-// Grid: num_teams * TEAM blocks of 288 threads. Memory: weights and x by tensor maps, boxes of 64
-// columns and 128 or N / TEAM rows; the sums leave as parts.
+// Grid: num_blocks of 288 threads. Memory: weights and x by tensor maps, boxes of 64 columns and 128 or
+// N rows; the sums leave as parts.
 #pragma once
 
 #include "common/product_ptx.cuh"
@@ -15,17 +16,27 @@
 
 namespace chunkcache::decode {
 
-constexpr u32 DEPTH_BYTES = 128;  // of a row of a stage: 64 columns
+constexpr u32 DEPTH = 64;
+constexpr u32 DEPTH_BYTES = DEPTH * 2;
 constexpr u32 WEIGHT_BYTES = TILE * DEPTH_BYTES;
-constexpr u32 CONSUMERS = 8;      // warps
+constexpr u32 CONSUMERS = 8;  // warps
 constexpr u32 MOST_STAGES = 16;
 
+// Up to three matrices, one below the other.
+struct Weights {
+  TensorMap maps[3];
+  Cut cut;
+  u32 end_tile[3];  // of each matrix, counted through; the last ones are equal if there are fewer
+};
+
 struct ProductParams {
-  TensorMap weights[3];
+  Weights weights;
+  Weights next;         // of the product after this one
   TensorMap x;
   Parts parts;
-  u32 end_tile[3];    // of each matrix, counted through; the last ones are equal if there are fewer
+  u32 padded_rows;      // N
   u32 ring_stages;
+  u32 prefetched_units; // of each block of the next product
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -64,49 +75,48 @@ struct RingSlot {
   }
 };
 
-template <u32 N, u32 TEAM>
+// Where a unit's weights are.
+struct WeightBox {
+  const TensorMap* map;
+  u32 column;
+  u32 row;
+
+  __device__ __forceinline__ WeightBox(const Weights& weights, u32 unit) {
+    const u32 tile = unit / weights.cut.tile_units;
+    const u32 matrix = (tile >= weights.end_tile[0]) + (tile >= weights.end_tile[1]);
+    map = &weights.maps[matrix];
+    column = (unit - tile * weights.cut.tile_units) * DEPTH;
+    row = (tile - (matrix == 0 ? 0 : weights.end_tile[matrix - 1])) * TILE;
+  }
+};
+
 struct Producer {
-  static constexpr u32 x_bytes = N * DEPTH_BYTES;
-  static constexpr u32 stage_bytes = WEIGHT_BYTES + x_bytes;
   const ProductParams& p;
   ProductControl& control;
   u32 ring;
-  u32 rank;
+  u32 stage_bytes;
   u64 read_once = ptx::policy_evict_first();
-#ifdef X_FIRST
-  u64 read_again = ptx::policy_evict_first();
-#else
   u64 read_again = ptx::policy_evict_last();
-#endif
 
   __device__ __forceinline__ void copy_weights(u32 slot, u32 unit) const {
-    const u32 group = unit / p.parts.tile_units;
-    const u32 last = p.end_tile[2] - 1;
-    const u32 tile = min(group * TEAM + rank, last);
-    const u32 matrix = (tile >= p.end_tile[0]) + (tile >= p.end_tile[1]);
-    const u32 first = matrix == 0 ? 0 : p.end_tile[matrix - 1];
+    const WeightBox box(p.weights, unit);
     const u32 barrier = ptx::shared_address(&control.full[slot]);
     ptx::barrier_arrive_expect_bytes(barrier, stage_bytes);
-    ptx::copy_matrix_box(ring + slot * stage_bytes, &p.weights[matrix], barrier, read_once,
-                         (unit - group * p.parts.tile_units) * 64, (tile - first) * TILE);
+    ptx::copy_matrix_box(ring + slot * stage_bytes, box.map, barrier, read_once, box.column, box.row);
   }
 
   __device__ __forceinline__ void copy_x(u32 slot, u32 unit) const {
-    const u32 column = unit % p.parts.tile_units * 64;
-    const u32 to = ring + slot * stage_bytes + WEIGHT_BYTES;
-    const u32 barrier = ptx::shared_address(&control.full[slot]);
-    if constexpr (TEAM == 1) {
-      ptx::copy_matrix_box(to, &p.x, barrier, read_again, column, 0);
-    } else {
-      constexpr u32 rows = N / TEAM;
-      ptx::copy_matrix_box(to + rank * rows * DEPTH_BYTES, &p.x, barrier, read_again, column,
-                           rank * rows, static_cast<u16>((1 << TEAM) - 1));
-    }
+    ptx::copy_matrix_box(ring + slot * stage_bytes + WEIGHT_BYTES, &p.x,
+                         ptx::shared_address(&control.full[slot]), read_again,
+                         unit % p.parts.cut.tile_units * DEPTH, 0);
   }
 
-  __device__ __forceinline__ void run(u32 begin, u32 end) const {
-    const u32 ahead = min(end, begin + p.ring_stages);
+  // Sends for as many weights as there is room for.
+  __device__ __forceinline__ void start(u32 begin, u32 ahead) const {
     for (u32 unit = begin; unit < ahead; ++unit) copy_weights(unit - begin, unit);
+  }
+
+  __device__ __forceinline__ void run(u32 begin, u32 ahead, u32 end) const {
     ptx::wait_for_launches_before();
     ptx::let_next_launch_start();
     for (u32 unit = begin; unit < ahead; ++unit) copy_x(unit - begin, unit);
@@ -117,25 +127,29 @@ struct Producer {
       copy_x(slot.index, unit);
       slot.advance(p.ring_stages);
     }
+    prefetch();
+  }
+
+  __device__ __forceinline__ void prefetch() const {
+    if (p.prefetched_units == 0 || blockIdx.x >= p.next.cut.num_blocks) return;
+    const u32 begin = p.next.cut.begin_of(blockIdx.x);
+    const u32 end = min(begin + p.prefetched_units, p.next.cut.begin_of(blockIdx.x + 1));
+    for (u32 unit = begin; unit < end; ++unit) {
+      const WeightBox box(p.next, unit);
+      ptx::prefetch_matrix_box(box.map, box.column, box.row);
+    }
   }
 };
 
-template <class E, u32 N, u32 TEAM>
+template <class E, u32 N>
 struct Consumer {
-  static constexpr u32 stage_bytes = Producer<N, TEAM>::stage_bytes;
   const ProductParams& p;
   ProductControl& control;
   u32 ring;
-  u32 rank;
+  static constexpr u32 stage_bytes = WEIGHT_BYTES + N * DEPTH_BYTES;
 
   __device__ __forceinline__ void release(u32 slot) const {
-    const u32 lane = threadIdx.x % 32;
-    const u32 barrier = ptx::shared_address(&control.empty[slot]);
-    if constexpr (TEAM == 1) {
-      if (lane == 0) ptx::barrier_arrive(barrier);
-    } else {
-      if (lane < TEAM) ptx::barrier_arrive_at(barrier, lane);
-    }
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(ptx::shared_address(&control.empty[slot]));
   }
 
   __device__ __forceinline__ void store(const float (&d)[N / 8][4], u32 tile, u32 part) const {
@@ -155,13 +169,13 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void run(u32 team, u32 begin, u32 end) const {
+  __device__ __forceinline__ void run(u32 begin, u32 end) const {
+    const Cut& cut = p.parts.cut;
     const u32 group_row = threadIdx.x / 128 * 64;
     RingSlot slot;
     for (u32 unit = begin; unit < end;) {
-      const u32 tile_units = p.parts.tile_units;
-      const u32 group = unit / tile_units;
-      const u32 count = min(end - unit, (group + 1) * tile_units - unit);
+      const u32 tile = unit / cut.tile_units;
+      const u32 count = min(end - unit, (tile + 1) * cut.tile_units - unit);
       float d[N / 8][4] = {};
       u32 before = 0;
       for (u32 i = 0; i < count; ++i) {
@@ -171,7 +185,7 @@ struct Consumer {
         const u64 b = ptx::wgmma_descriptor(stage + WEIGHT_BYTES);
         ptx::wgmma_fence();
 #pragma unroll
-        for (u32 k = 0; k < 4; ++k) Multiply<E>::run(d, a + 2 * k, b + 2 * k);
+        for (u32 k = 0; k < DEPTH / 16; ++k) Multiply<E>::run(d, a + 2 * k, b + 2 * k);
         ptx::wgmma_commit();
         if (i != 0) {
           ptx::wgmma_wait_for_all_but<1>();
@@ -183,43 +197,40 @@ struct Consumer {
       ptx::wgmma_wait_for_all_but<0>();
       ptx::pin(d);
       release(before);
-      const u32 tile = group * TEAM + rank;
-      if (tile < p.end_tile[2]) store(d, tile, team - p.parts.team_of(group * tile_units));
+      store(d, tile, blockIdx.x - cut.block_of(tile * cut.tile_units));
       unit += count;
     }
   }
 };
 
-template <class E, u32 N, u32 TEAM>
+template <class E>
 __device__ __forceinline__ void multiply(const ProductParams& p) {
   extern __shared__ u8 memory[];
   __shared__ ProductControl control;
   const u32 ring = (ptx::shared_address(memory) + 1023) & ~1023u;
-  if (threadIdx.x == 0) {
+  const u32 begin = p.parts.cut.begin_of(blockIdx.x);
+  const u32 end = p.parts.cut.begin_of(blockIdx.x + 1);
+  const u32 ahead = min(end, begin + p.ring_stages);
+  const u32 stage_bytes = WEIGHT_BYTES + p.padded_rows * DEPTH_BYTES;
+  const Producer producer{p, control, ring, stage_bytes};
+  const bool produces = threadIdx.x / 32 == CONSUMERS && ptx::elect_one();
+  if (produces) {
     for (u32 i = 0; i < p.ring_stages; ++i) {
       ptx::barrier_init(ptx::shared_address(&control.full[i]), 1);
-      ptx::barrier_init(ptx::shared_address(&control.empty[i]), CONSUMERS * TEAM);
+      ptx::barrier_init(ptx::shared_address(&control.empty[i]), CONSUMERS);
     }
     ptx::barrier_init_fence();
+    producer.start(begin, ahead);
   }
-  u32 rank = 0;
-  if constexpr (TEAM > 1) {
-    rank = ptx::cluster_rank();
-    ptx::cluster_sync();
-  } else {
-    __syncthreads();
+  __syncthreads();
+  if (produces) producer.run(begin, ahead, end);
+  if (threadIdx.x / 32 == CONSUMERS) return;
+  switch (p.padded_rows) {
+    case 8: Consumer<E, 8>{p, control, ring}.run(begin, end); break;
+    case 32: Consumer<E, 32>{p, control, ring}.run(begin, end); break;
+    case 64: Consumer<E, 64>{p, control, ring}.run(begin, end); break;
+    default: Consumer<E, 96>{p, control, ring}.run(begin, end); break;
   }
-  const u32 team = blockIdx.x / TEAM;
-  const u32 begin = p.parts.begin_of(team);
-  const u32 end = p.parts.begin_of(team + 1);
-  if (threadIdx.x / 32 == CONSUMERS) {
-    if (ptx::elect_one()) Producer<N, TEAM>{p, control, ring, rank}.run(begin, end);
-    __syncwarp();
-  } else {
-    Consumer<E, N, TEAM>{p, control, ring, rank}.run(team, begin, end);
-  }
-  // No block of a team goes while another may still arrive at its barriers.
-  if constexpr (TEAM > 1) ptx::cluster_sync();
 }
 #endif
 

@@ -2,6 +2,7 @@
 // (parts.cuh) and computes in float32.
 #pragma once
 
+#include "common/product_ptx.cuh"
 #include "decode/parts.cuh"
 
 namespace chunkcache::decode {
@@ -30,22 +31,28 @@ struct NormParams {
   u16* hidden;            // [rows, width]
   const u16* weight;      // [width]
   u16* out;               // [rows, width]
-  u32 width;              // a multiple of 4, up to 2048 * NORM_VECTORS
+  u32 width;              // a multiple of 4, up to 4096 * NORM_VECTORS
   float epsilon;
 };
 
-constexpr u32 NORM_VECTORS = 4;
+constexpr u32 NORM_BLOCKS = 4;   // of a row: a cluster
+constexpr u32 NORM_VECTORS = 2;  // of four columns, that a thread has
+constexpr u32 NORM_PARTS = 6;    // that wait together
 
-// Grid: a block a row, of up to 512 threads: so many fit beside a block of the product that comes next.
+// Grid: NORM_BLOCKS for each row, of up to 256 threads.
 template <class E>
 __device__ __forceinline__ void normalize(const NormParams& p) {
-  __shared__ float sums[32];
-  const u32 row = blockIdx.x;
+#if __CUDA_ARCH__ >= 900
+  __shared__ float warp_sums[8];
+  __shared__ float block_sums[NORM_BLOCKS];
+  const u32 rank = ptx::cluster_rank();
+  const u32 row = blockIdx.x / NORM_BLOCKS;
+  u32 columns[NORM_VECTORS];
   uint2 weight[NORM_VECTORS];
 #pragma unroll
   for (u32 i = 0; i < NORM_VECTORS; ++i) {
-    const u32 column = (i * blockDim.x + threadIdx.x) * 4;
-    weight[i] = column < p.width ? *reinterpret_cast<const uint2*>(p.weight + column) : uint2{};
+    columns[i] = ((i * NORM_BLOCKS + rank) * blockDim.x + threadIdx.x) * 4;
+    if (columns[i] < p.width) weight[i] = *reinterpret_cast<const uint2*>(p.weight + columns[i]);
   }
   follow();
   u16* hidden = p.hidden + static_cast<u64>(row) * p.width;
@@ -59,39 +66,46 @@ __device__ __forceinline__ void normalize(const NormParams& p) {
   float squares = 0;
 #pragma unroll
   for (u32 i = 0; i < NORM_VECTORS; ++i) {
-    const u32 column = (i * blockDim.x + threadIdx.x) * 4;
-    x[i] = make_float4(0, 0, 0, 0);
-    if (column >= p.width) continue;
-    x[i] = load4<E>(from + column);
+    if (columns[i] >= p.width) continue;
+    x[i] = load4<E>(from + columns[i]);
     if (p.embedding == nullptr) {
-      const float4 sum = TileParts(p.parts, column / TILE).sum(row, column % TILE);
-      x[i].x += sum.x;
-      x[i].y += sum.y;
-      x[i].z += sum.z;
-      x[i].w += sum.w;
+      const TileParts parts(p.parts, columns[i] / TILE, row);
+      PartSum<NORM_PARTS> sum;
+      sum.load(parts, columns[i] % TILE);
+      add4(x[i], sum.total(parts, columns[i] % TILE));
     }
-    store4<E>(hidden + column, x[i]);
+    store4<E>(hidden + columns[i], x[i]);
     // What is normalised is what is kept.
     x[i] = make_float4(E::to_float(E::from_float(x[i].x)), E::to_float(E::from_float(x[i].y)),
                        E::to_float(E::from_float(x[i].z)), E::to_float(E::from_float(x[i].w)));
     squares += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
   }
-  squares = warp_sum(squares);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-  __syncthreads();
   const u32 lane = threadIdx.x % 32;
-  const float all = warp_sum(lane < blockDim.x / 32 ? sums[lane] : 0.0f);
+  squares = warp_sum(squares);
+  if (lane == 0) warp_sums[threadIdx.x / 32] = squares;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const float sum = warp_sum(lane < blockDim.x / 32 ? warp_sums[lane] : 0.0f);
+    if (lane < NORM_BLOCKS) ptx::store_at(ptx::shared_address(&block_sums[rank]), lane, sum);
+  }
+  ptx::cluster_sync();
+  float all = 0;
+#pragma unroll
+  for (u32 i = 0; i < NORM_BLOCKS; ++i) all += block_sums[i];
   const float scale = rsqrtf(all / p.width + p.epsilon);
   u16* out = p.out + static_cast<u64>(row) * p.width;
 #pragma unroll
   for (u32 i = 0; i < NORM_VECTORS; ++i) {
-    const u32 column = (i * blockDim.x + threadIdx.x) * 4;
-    if (column >= p.width) continue;
+    if (columns[i] >= p.width) continue;
     const float4 w = unpack4<E>(weight[i]);
-    store4<E>(out + column, make_float4(w.x * (x[i].x * scale), w.y * (x[i].y * scale),
-                                        w.z * (x[i].z * scale), w.w * (x[i].w * scale)));
+    store4<E>(out + columns[i], make_float4(w.x * (x[i].x * scale), w.y * (x[i].y * scale),
+                                            w.z * (x[i].z * scale), w.w * (x[i].w * scale)));
   }
+#endif
 }
+
+constexpr u32 ROTATE_PARTS = 3;  // that wait together
+constexpr u32 GATE_PARTS = 2;
 
 // q, k and v of the step: bias, norm of each head, rotation of halves; k and v go into the pages.
 struct RotateParams {
@@ -131,11 +145,14 @@ __device__ __forceinline__ void rotate(const RotateParams& p) {
   const u32 kind = (head >= p.num_qo_heads) + (head >= p.num_qo_heads + p.num_kv_heads);
   head -= kind == 0 ? 0 : p.num_qo_heads + (kind == 2 ? p.num_kv_heads : 0);
   const u32 at = head * p.head_dim + column;
-  const TileParts low_tile(p.parts, p.first_tile[kind] + at / TILE);
-  const TileParts high_tile(p.parts, p.first_tile[kind] + (at + half) / TILE);
+  const TileParts low_parts(p.parts, p.first_tile[kind] + at / TILE, row);
+  const TileParts high_parts(p.parts, p.first_tile[kind] + (at + half) / TILE, row);
   follow();
-  float4 low = low_tile.sum(row, at % TILE);
-  float4 high = high_tile.sum(row, (at + half) % TILE);
+  PartSum<ROTATE_PARTS> low_sum, high_sum;
+  low_sum.load(low_parts, at % TILE);
+  high_sum.load(high_parts, (at + half) % TILE);
+  float4 low = low_sum.total(low_parts, at % TILE);
+  float4 high = high_sum.total(high_parts, (at + half) % TILE);
   if (p.bias[kind] != nullptr) {
     const float4 a = load4<E>(p.bias[kind] + at);
     const float4 b = load4<E>(p.bias[kind] + at + half);
@@ -203,12 +220,16 @@ __device__ __forceinline__ void gate(const GateParams& p) {
   const u32 row = blockIdx.y;
   const u32 column = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
   const bool idle = column >= p.width;
-  const TileParts gate_tile(p.parts, idle ? 0 : column / TILE);
-  const TileParts up_tile(p.parts, p.first_up_tile + gate_tile.tile);
+  const u32 tile = idle ? 0 : column / TILE;
+  const TileParts gate_parts(p.parts, tile, row);
+  const TileParts up_parts(p.parts, p.first_up_tile + tile, row);
   follow();
   if (idle) return;
-  const float4 g = gate_tile.sum(row, column % TILE);
-  const float4 u = up_tile.sum(row, column % TILE);
+  PartSum<GATE_PARTS> gate_sum, up_sum;
+  gate_sum.load(gate_parts, column % TILE);
+  up_sum.load(up_parts, column % TILE);
+  const float4 g = gate_sum.total(gate_parts, column % TILE);
+  const float4 u = up_sum.total(up_parts, column % TILE);
   store4<E>(p.out + static_cast<u64>(row) * p.width + column,
             make_float4(silu(g.x) * u.x, silu(g.y) * u.y, silu(g.z) * u.z, silu(g.w) * u.w));
 }

@@ -34,21 +34,20 @@ DTYPES = list(TOLERANCE)
 @given(
     num_tiles=st.integers(1, 300),
     columns=st.integers(1, 20_000),
-    rows=st.sampled_from([8, 32, 96]),
     num_blocks=st.integers(2, 150),
 )
-def test_every_unit_is_one_teams(num_tiles, columns, rows, num_blocks) -> None:
-    cut = cut_product(num_tiles, columns, rows, num_blocks)
-    assert cut.num_units == -(-num_tiles // cut.team_blocks) * cut.tile_units
-    begins = [cut.begin_of(team) for team in range(cut.num_teams + 1)]
+def test_every_unit_is_one_blocks(num_tiles, columns, num_blocks) -> None:
+    cut = cut_product(num_tiles, columns, num_blocks)
+    assert cut.num_units == num_tiles * cut.tile_units
+    begins = [cut.begin_of(block) for block in range(cut.num_blocks + 1)]
     assert (begins[0], begins[-1]) == (0, cut.num_units)
     assert all(begin < end for begin, end in pairwise(begins))
-    assert cut.num_teams * cut.team_blocks <= num_blocks
-    for team, (begin, end) in enumerate(pairwise(begins)):
-        assert cut.team_of(begin) == cut.team_of(end - 1) == team
+    assert cut.num_blocks <= num_blocks
+    for block, (begin, end) in enumerate(pairwise(begins)):
+        assert cut.block_of(begin) == cut.block_of(end - 1) == block
     for first in range(0, cut.num_units, cut.tile_units):
         last = first + cut.tile_units - 1
-        assert 1 <= cut.team_of(last) - cut.team_of(first) + 1 <= cut.max_parts
+        assert 1 <= cut.block_of(last) - cut.block_of(first) + 1 <= cut.max_parts
 
 
 @pytest.mark.parametrize("rows", [0, -1, MAX_ROWS + 1])

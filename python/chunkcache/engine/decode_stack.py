@@ -147,7 +147,8 @@ def find_stack(model: Any, num_positions: int) -> DecodeStack | None:
 def _found(model: Any, num_positions: int) -> DecodeStack | None:
     inner: Any = getattr(model, "model", None)
     names = ("embed_tokens", "layers", "norm", "rotary_emb")
-    if not all(hasattr(inner, name) for name in names) or _is_hooked(model):
+    is_split = (getattr(model, "tp_size", None) or 1) > 1
+    if not all(hasattr(inner, name) for name in names) or is_split or _is_hooked(model):
         return None
     head = model.get_output_embeddings()
     norm = _norm(inner.norm)

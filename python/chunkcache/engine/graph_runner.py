@@ -12,7 +12,6 @@ from bisect import bisect_left
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 
 from chunkcache import ChunkCache
@@ -23,7 +22,8 @@ from chunkcache.engine.device import to_device
 from chunkcache.engine.fused_norms import fused_norms
 from chunkcache.engine.lora import Adapters
 from chunkcache.engine.picker import best_tokens
-from chunkcache.engine.runner import ModelRunner, NewTokens, StepInput
+from chunkcache.engine.runner import ModelRunner, StepInput
+from chunkcache.engine.token_feed import TokenFeed
 from chunkcache.errors import InvalidConfigError, KernelError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class GraphRunner:
             self._recorder = ModelRunner(
                 model, cache, adapters, forward=torch.compile(model, dynamic=True)
             )
-        self._tokens = _TokenBuffers(max_rows, self.device)
+        self._tokens = TokenFeed(max_rows, self.device)
         self._outgrown: set[int] = set()
         self._newest: torch.Tensor | None = None
         self._graphs: dict[int, _RecordedStep] = {}
@@ -141,41 +141,6 @@ class GraphRunner:
                 ) from error
 
 
-class _TokenBuffers:
-    """Where recorded steps find their tokens and leave those that they pick.
-
-    Attributes:
-        sources: int64 ``[max_rows]``: where a row's token comes from: ``picked[i]`` for i >= 0,
-            else it is ``-1 - i`` itself.
-        picked: int64 ``[max_rows]``, what was picked last; `NO_TOKEN` where the logits are not
-            finite.
-    """
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        """Allocate them; recorded steps read them where they are."""
-        self.sources = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        self.picked = torch.zeros(max_rows, dtype=torch.int64, device=device)
-
-    def load(self, tokens: NewTokens) -> None:
-        """Say where the tokens of the next step come from."""
-        sources = -1 - tokens.ids
-        if tokens.picked is not None and len(tokens.pending_rows):
-            picks = tokens.pending_picks
-            if tokens.picked.data_ptr() != self.picked.data_ptr():
-                # They come from a step that was not recorded, or are picked from in another order.
-                chosen = tokens.picked[to_device(picks, tokens.device)]
-                picks = np.arange(len(picks))
-                self.picked[: len(picks)].copy_(chosen)
-            sources[tokens.pending_rows] = picks
-        self.sources[: len(sources)].copy_(to_device(sources, tokens.device))
-
-    def token_ids(self, rows: int) -> torch.Tensor:
-        """Return the tokens of the first rows, for a step that is being recorded."""
-        sources = self.sources[:rows]
-        picked = self.picked[sources.clamp(min=0)].clamp(min=0)
-        return torch.where(sources < 0, -1 - sources, picked)
-
-
 class _RecordedStep:
     """One recorded decode step, for up to so many rows."""
 
@@ -184,7 +149,7 @@ class _RecordedStep:
         runner: ModelRunner | DecodeChain,
         cache: ChunkCache,
         plan: Any,
-        tokens: _TokenBuffers,
+        tokens: TokenFeed,
     ) -> None:
         """Record it with a plan of that many padding rows."""
         rows = plan.num_rows
@@ -207,7 +172,7 @@ class _RecordedStep:
                 )
             tokens.picked[:rows].copy_(best_tokens(self._logits))
 
-    def replay(self, step: StepInput, tokens: _TokenBuffers) -> torch.Tensor:
+    def replay(self, step: StepInput, tokens: TokenFeed) -> torch.Tensor:
         """Compute a step of no more rows, and return the logits of all rows."""
         tokens.load(step.tokens)
         self._captured.replay(step.plan)

@@ -19,17 +19,21 @@ from chunkcache.kernels.tensors import ELEMENTS, dtype_name, stream_of
 if TYPE_CHECKING:
     import torch
 
-#: Rows that products are compiled for (`cuda/instances.toml`).
-PRODUCT_ROWS = (8, 16, 32, 64, 96)
+#: Rows that products are compiled for (`cuda/decode/product.cuh`).
+PRODUCT_ROWS = (8, 32, 64, 96)
 MAX_ROWS = PRODUCT_ROWS[-1]
 MAX_WEIGHTS = 3
-#: Widths of a row that `decode_normalize` takes: 4 vectors of 4 columns for each of 512 threads.
+#: Width of a row that `decode_normalize` takes: 2 vectors of 4 columns for each thread of 4 blocks.
 MAX_WIDTH = 8192
+#: Units of each block of a product that the one before lets the L2 cache fetch: 160 KB, or 21 MB in
+#: all, as much as memory delivers while the blocks change and a small kernel runs.
+READ_AHEAD = 10
 _TILE = 128  # weight rows of a tile
 _DEPTH = 64  # columns of a unit
 _MAX_STAGES = 16
 _PRODUCT_THREADS = 288
-_NORM_THREADS = 512
+_WEIGHTS_BYTES = 448
+_NORM_BLOCKS = 4
 _THREADS = 256
 #: Left for the blocks of the small kernels, which run beside those of a product.
 _SPARE_SHARED_BYTES = 4096
@@ -39,45 +43,39 @@ class Cut(NamedTuple):
     """How a product is shared out.
 
     Attributes:
-        num_units: units of all tiles, those side by side for one team counted once.
-        num_teams: teams of blocks.
-        team_blocks: blocks of a team, with a tile each.
+        num_units: units of all tiles.
+        num_blocks: blocks, with an equal run of units each.
         tile_units: units of a tile.
-        max_parts: the most teams that share a tile.
+        max_parts: the most blocks that share a tile.
     """
 
     num_units: int
-    num_teams: int
-    team_blocks: int
+    num_blocks: int
     tile_units: int
     max_parts: int
 
-    def begin_of(self, team: int) -> int:
-        """Return the first unit of a team."""
-        return team * self.num_units // self.num_teams
+    def begin_of(self, block: int) -> int:
+        """Return the first unit of a block."""
+        return block * self.num_units // self.num_blocks
 
-    def team_of(self, unit: int) -> int:
-        """Return the team that has a unit."""
-        return ((unit + 1) * self.num_teams - 1) // self.num_units
+    def block_of(self, unit: int) -> int:
+        """Return the block that has a unit."""
+        return ((unit + 1) * self.num_blocks - 1) // self.num_units
 
 
-def cut_product(num_tiles: int, columns: int, rows: int, num_blocks: int) -> Cut:
+def cut_product(num_tiles: int, columns: int, num_blocks: int) -> Cut:
     """Share the units of a product out in equal runs.
 
     Args:
         num_tiles: tiles of all its weights.
         columns: of a weight row.
-        rows: that it is compiled for.
         num_blocks: blocks that run at once.
     """
-    team_blocks = 1 if rows < 32 else 2
     tile_units = -(-columns // _DEPTH)
-    num_groups = -(-num_tiles // team_blocks)
-    num_units = num_groups * tile_units
-    num_teams = min(num_blocks // team_blocks, num_units)
-    cut = Cut(num_units, num_teams, team_blocks, tile_units, 0)
+    num_units = num_tiles * tile_units
+    cut = Cut(num_units, min(num_blocks, num_units), tile_units, 0)
     max_parts = max(
-        cut.team_of(first + tile_units - 1) - cut.team_of(first) + 1
+        cut.block_of(first + tile_units - 1) - cut.block_of(first) + 1
         for first in range(0, num_units, tile_units)
     )
     return cut._replace(max_parts=max_parts)
@@ -150,45 +148,44 @@ class DecodeKernels:
     @staticmethod
     def num_part_values(weights: "Sequence[torch.Tensor]", rows: int, device: int) -> int:
         """Return how many values the parts of a product of so many rows are."""
-        tiles = sum(_tiles_of(weights))
-        cut = cut_product(tiles, weights[0].shape[1], compiled_rows(rows), _blocks_of(device))
-        return tiles * cut.max_parts * rows * _TILE
+        cut = _cut_of(weights, device)
+        return sum(_tiles_of(weights)) * cut.max_parts * rows * _TILE
 
-    def product(self, weights: "Sequence[torch.Tensor]", x: "torch.Tensor") -> Parts:
+    def product(
+        self,
+        weights: "Sequence[torch.Tensor]",
+        x: "torch.Tensor",
+        following: "Sequence[torch.Tensor]" = (),
+    ) -> Parts:
         """Multiply the rows of x by one to three weights.
 
         Args:
             weights: ``[rows, columns]`` each, contiguous, of x's dtype.
             x: ``[padded_rows, columns]``, contiguous.
+            following: the weights of the product after this one, to be read ahead.
         """
-        tiles = _tiles_of(weights)
-        columns = x.shape[1]
-        cut = cut_product(sum(tiles), columns, self.padded_rows, _blocks_of(self._device))
-        packed = struct.pack(
-            "<Q6I",
-            self._parts.data_ptr(),
-            cut.num_units,
-            cut.num_teams,
-            cut.team_blocks,
-            cut.tile_units,
-            cut.max_parts,
-            self.rows,
-        )
-        ends = [sum(tiles[: i + 1]) for i in range(MAX_WEIGHTS)]
-        maps = [_matrix_map(weight, _TILE) for weight in weights]
-        maps += [bytes(128)] * (MAX_WEIGHTS - len(maps))
-        x_map = _matrix_map(x, self.padded_rows // cut.team_blocks)
+        cut = _cut_of(weights, self._device)
+        parts = struct.pack("<Q5I4x", self._parts.data_ptr(), *cut, self.rows)
         stage_bytes = (_TILE + self.padded_rows) * _DEPTH * 2
         room = limits(self._device).shared_bytes - 1024 - _SPARE_SHARED_BYTES
         stages = min(room // stage_bytes, _MAX_STAGES)
-        params = b"".join([*maps, x_map, packed, struct.pack("<4I", *ends, stages)])
+        params = b"".join(
+            [
+                _packed_weights(weights, self._device),
+                _packed_weights(following, self._device),
+                _matrix_map(x, self.padded_rows),
+                parts,
+                struct.pack("<3I", self.padded_rows, stages, READ_AHEAD if following else 0),
+            ]
+        )
         params += bytes(-len(params) % 64)
         shared = stages * stage_bytes + 1024
-        name = f"decode_product_{_element(x)}_{self.padded_rows}"
-        function = load(find(name.lower(), "sm_90a"), self._device, shared)
-        self._run(function, cut.num_teams * cut.team_blocks, _PRODUCT_THREADS, params, shared)
-        firsts = (0, *ends[: len(weights) - 1])
-        return Parts(packed, firsts)
+        function = load(
+            find(f"decode_product_{_element(x)}".lower(), "sm_90a"), self._device, shared
+        )
+        self._run(function, cut.num_blocks, _PRODUCT_THREADS, params, shared)
+        tiles = _tiles_of(weights)
+        return Parts(parts, tuple(sum(tiles[:i]) for i in range(len(tiles))))
 
     def embed(
         self,
@@ -244,9 +241,9 @@ class DecodeKernels:
             width,
             epsilon,
         )
-        threads = min(_NORM_THREADS, -(-width // 128) * 32)
+        threads = min(_THREADS, -(-width // (128 * _NORM_BLOCKS)) * 32)
         function = self._function(f"decode_normalize_{_element(hidden)}")
-        self._run(function, self.rows, threads, params)
+        self._run(function, _NORM_BLOCKS * self.rows, threads, params)
 
     def rotate(
         self,
@@ -325,8 +322,21 @@ def _tiles_of(weights: "Sequence[torch.Tensor]") -> list[int]:
     return [-(-weight.shape[0] // _TILE) for weight in weights]
 
 
-def _blocks_of(device: int) -> int:
-    return limits(device).num_multiprocessors
+def _cut_of(weights: "Sequence[torch.Tensor]", device: int) -> Cut:
+    num_blocks = limits(device).num_multiprocessors
+    return cut_product(sum(_tiles_of(weights)), weights[0].shape[1], num_blocks)
+
+
+def _packed_weights(weights: "Sequence[torch.Tensor]", device: int) -> bytes:
+    """Return the bytes of `Weights` in `cuda/decode/product.cuh`."""
+    if not weights:
+        return bytes(_WEIGHTS_BYTES)
+    tiles = _tiles_of(weights)
+    ends = [sum(tiles[: i + 1]) for i in range(MAX_WEIGHTS)]
+    maps = [_matrix_map(weight, _TILE) for weight in weights]
+    maps += [bytes(128)] * (MAX_WEIGHTS - len(maps))
+    packed = b"".join(maps) + struct.pack("<6I", *_cut_of(weights, device)[:3], *ends)
+    return packed.ljust(_WEIGHTS_BYTES, b"\0")
 
 
 def _element(tensor: "torch.Tensor") -> str:
