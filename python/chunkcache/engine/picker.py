@@ -12,6 +12,7 @@ import torch
 
 from chunkcache.engine import sampler
 from chunkcache.engine.device import to_device
+from chunkcache.engine.device_sampler import sample_rows
 from chunkcache.engine.guided import Grammar
 from chunkcache.engine.logprobs import Logprob, logprobs_of
 from chunkcache.engine.params import SamplingParams
@@ -55,13 +56,16 @@ class SampleState:
         self.draws = None if params.greedy else Draws(seed, index)
         self._grammar = None if grammar is None else grammar.begin()
         self._adjuster = LogitsAdjuster(params, prompt_token_ids, end_token_ids)
-        #: Whether the token is that of the highest logit, and nothing is told of the others.
-        self.takes_best = (
-            self.draws is None
-            and self._grammar is None
+        is_plain = (
+            self._grammar is None
             and self._adjuster.changes_nothing
             and self.params.logprobs is None
         )
+        #: Whether the token is that of the highest logit, and nothing is told of the others.
+        self.takes_best = is_plain and self.draws is None
+        #: Whether the token follows from the logits and the next draw, and is all that is told: a
+        #: device can pick it, and the sample need not know which it was.
+        self.only_draws = is_plain and self.draws is not None
 
     @property
     def is_complete(self) -> bool:
@@ -160,7 +164,13 @@ class TokenPicker:
         if not np.array_equal(rows, np.arange(len(tokens))):
             tokens = tokens[to_device(rows, logits.device)]
         picked = Picked(tokens, [None] * len(picks))
-        on_host = [i for i, pick in enumerate(picks) if not pick.state.takes_best]
+        drawn: list[int] = []
+        on_host: list[int] = []
+        for i, pick in enumerate(picks):
+            if not pick.state.takes_best:
+                (drawn if logits.is_cuda and pick.state.only_draws else on_host).append(i)
+        if drawn:
+            self._draw(logits, [picks[i] for i in drawn], drawn, picked.tokens)
         if not on_host:
             # Nothing here waits for the device.
             return picked
@@ -181,3 +191,14 @@ class TokenPicker:
         index, new = np.array(list(chosen.items()), dtype=np.int64).reshape(-1, 2).T
         picked.tokens[to_device(index, logits.device)] = to_device(new, logits.device)
         return picked
+
+    @staticmethod
+    def _draw(
+        logits: torch.Tensor, picks: Sequence[Pick], indices: Sequence[int], tokens: torch.Tensor
+    ) -> None:
+        """Draw on the device, into ``tokens`` at ``indices``; `NO_TOKEN` stays where it stands."""
+        rows = to_device(np.array([pick.row for pick in picks], dtype=np.int64), logits.device)
+        draws = [pick.state.draws.next() for pick in picks if pick.state.draws is not None]
+        drawn = sample_rows(logits[rows], [pick.state.params for pick in picks], draws)
+        at = to_device(np.array(indices, dtype=np.int64), logits.device)
+        tokens[at] = torch.where(tokens[at] == NO_TOKEN, NO_TOKEN, drawn)
