@@ -17,13 +17,6 @@ __device__ __forceinline__ void copy_matrix_box(u32 to, const TensorMap* map, u3
       : "memory");
 }
 
-// The same, no further than into the L2 cache.
-__device__ __forceinline__ void prefetch_matrix_box(const TensorMap* map, u32 column, u32 row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
 __device__ __forceinline__ u64 policy_evict_last() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

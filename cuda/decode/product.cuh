@@ -3,9 +3,7 @@
 // Reading the weights is what takes the time, so everything is arranged for that: one block a
 // multiprocessor, each with an equal share of the units (parts.cuh), a producer thread that keeps a
 // ring of stages full across tiles, and eight warps that multiply. Weights depend on no launch before:
-// the ring is filled with them while the launch before still runs; x is waited for. When it has sent for
-// its last stage, the producer lets the L2 cache fetch the first weights of the product after this one,
-// so that memory is busy while the blocks change and the small kernel between the two runs.
+// the ring is filled with them while the launch before still runs; x is waited for.
 //
 // Grid: num_blocks of 288 threads. Memory: weights and x by tensor maps, boxes of 64 columns and 128 or
 // N rows; the sums leave as parts.
@@ -25,18 +23,15 @@ constexpr u32 MOST_STAGES = 16;
 // Up to three matrices, one below the other.
 struct Weights {
   TensorMap maps[3];
-  Cut cut;
   u32 end_tile[3];  // of each matrix, counted through; the last ones are equal if there are fewer
 };
 
 struct ProductParams {
   Weights weights;
-  Weights next;         // of the product after this one
   TensorMap x;
   Parts parts;
-  u32 padded_rows;      // N
+  u32 padded_rows;  // N
   u32 ring_stages;
-  u32 prefetched_units; // of each block of the next product
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -81,11 +76,11 @@ struct WeightBox {
   u32 column;
   u32 row;
 
-  __device__ __forceinline__ WeightBox(const Weights& weights, u32 unit) {
-    const u32 tile = unit / weights.cut.tile_units;
+  __device__ __forceinline__ WeightBox(const Weights& weights, u32 tile_units, u32 unit) {
+    const u32 tile = unit / tile_units;
     const u32 matrix = (tile >= weights.end_tile[0]) + (tile >= weights.end_tile[1]);
     map = &weights.maps[matrix];
-    column = (unit - tile * weights.cut.tile_units) * DEPTH;
+    column = (unit - tile * tile_units) * DEPTH;
     row = (tile - (matrix == 0 ? 0 : weights.end_tile[matrix - 1])) * TILE;
   }
 };
@@ -99,7 +94,7 @@ struct Producer {
   u64 read_again = ptx::policy_evict_last();
 
   __device__ __forceinline__ void copy_weights(u32 slot, u32 unit) const {
-    const WeightBox box(p.weights, unit);
+    const WeightBox box(p.weights, p.parts.cut.tile_units, unit);
     const u32 barrier = ptx::shared_address(&control.full[slot]);
     ptx::barrier_arrive_expect_bytes(barrier, stage_bytes);
     ptx::copy_matrix_box(ring + slot * stage_bytes, box.map, barrier, read_once, box.column, box.row);
@@ -126,17 +121,6 @@ struct Producer {
       copy_weights(slot.index, unit);
       copy_x(slot.index, unit);
       slot.advance(p.ring_stages);
-    }
-    prefetch();
-  }
-
-  __device__ __forceinline__ void prefetch() const {
-    if (p.prefetched_units == 0 || blockIdx.x >= p.next.cut.num_blocks) return;
-    const u32 begin = p.next.cut.begin_of(blockIdx.x);
-    const u32 end = min(begin + p.prefetched_units, p.next.cut.begin_of(blockIdx.x + 1));
-    for (u32 unit = begin; unit < end; ++unit) {
-      const WeightBox box(p.next, unit);
-      ptx::prefetch_matrix_box(box.map, box.column, box.row);
     }
   }
 };

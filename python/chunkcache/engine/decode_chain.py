@@ -123,11 +123,9 @@ class DecodeChain:
         norms = [layer.input_norm for layer in stack.layers[1:]] + [stack.norm]
         first = stack.layers[0].input_norm
         kernels.embed(sources, picked, stack.embedding, hidden, first.weight, first.epsilon, x)
-        following = [layer.qkv for layer in stack.layers[1:]] + [()]
-        steps = zip(stack.layers, self._pages, norms, following, strict=True)
-        for layer, pages, next_norm, next_weights in steps:
+        for layer, pages, next_norm in zip(stack.layers, self._pages, norms, strict=True):
             kernels.rotate(
-                kernels.product(layer.qkv, x, (layer.output,)),
+                kernels.product(layer.qkv, x),
                 layer.biases,
                 _head_norms(layer),
                 self._rotation,
@@ -146,11 +144,11 @@ class DecodeChain:
                 window_left=-1 if call.sliding_window is None else call.sliding_window - 1,
                 out=attended[:rows].view(heads),
             )
-            parts: Parts = kernels.product((layer.output,), attended, layer.gate_up)
+            parts: Parts = kernels.product((layer.output,), attended)
             norm = layer.inner_norm
             kernels.add_and_normalize(parts, hidden, norm.weight, norm.epsilon, x)
-            kernels.gate(kernels.product(layer.gate_up, x, (layer.down,)), inner)
-            parts = kernels.product((layer.down,), inner, next_weights)
+            kernels.gate(kernels.product(layer.gate_up, x), inner)
+            parts = kernels.product((layer.down,), inner)
             kernels.add_and_normalize(parts, hidden, next_norm.weight, next_norm.epsilon, x)
         return torch.nn.functional.linear(x[:rows], stack.head)
 

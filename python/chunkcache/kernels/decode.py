@@ -25,9 +25,6 @@ MAX_ROWS = PRODUCT_ROWS[-1]
 MAX_WEIGHTS = 3
 #: Width of a row that `decode_normalize` takes: 2 vectors of 4 columns for each thread of 4 blocks.
 MAX_WIDTH = 8192
-#: Units of each block of a product that the one before lets the L2 cache fetch: 160 KB, or 21 MB in
-#: all, as much as memory delivers while the blocks change and a small kernel runs.
-READ_AHEAD = 10
 _TILE = 128  # weight rows of a tile
 _DEPTH = 64  # columns of a unit
 _MAX_STAGES = 16
@@ -155,14 +152,12 @@ class DecodeKernels:
         self,
         weights: "Sequence[torch.Tensor]",
         x: "torch.Tensor",
-        following: "Sequence[torch.Tensor]" = (),
     ) -> Parts:
         """Multiply the rows of x by one to three weights.
 
         Args:
             weights: ``[rows, columns]`` each, contiguous, of x's dtype.
             x: ``[padded_rows, columns]``, contiguous.
-            following: the weights of the product after this one, to be read ahead.
         """
         cut = _cut_of(weights, self._device)
         parts = struct.pack("<Q5I4x", self._parts.data_ptr(), *cut, self.rows)
@@ -171,11 +166,10 @@ class DecodeKernels:
         stages = min(room // stage_bytes, _MAX_STAGES)
         params = b"".join(
             [
-                _packed_weights(weights, self._device),
-                _packed_weights(following, self._device),
+                _packed_weights(weights),
                 _matrix_map(x, self.padded_rows),
                 parts,
-                struct.pack("<3I", self.padded_rows, stages, READ_AHEAD if following else 0),
+                struct.pack("<2I", self.padded_rows, stages),
             ]
         )
         params += bytes(-len(params) % 64)
@@ -327,15 +321,13 @@ def _cut_of(weights: "Sequence[torch.Tensor]", device: int) -> Cut:
     return cut_product(sum(_tiles_of(weights)), weights[0].shape[1], num_blocks)
 
 
-def _packed_weights(weights: "Sequence[torch.Tensor]", device: int) -> bytes:
+def _packed_weights(weights: "Sequence[torch.Tensor]") -> bytes:
     """Return the bytes of `Weights` in `cuda/decode/product.cuh`."""
-    if not weights:
-        return bytes(_WEIGHTS_BYTES)
     tiles = _tiles_of(weights)
     ends = [sum(tiles[: i + 1]) for i in range(MAX_WEIGHTS)]
     maps = [_matrix_map(weight, _TILE) for weight in weights]
     maps += [bytes(128)] * (MAX_WEIGHTS - len(maps))
-    packed = b"".join(maps) + struct.pack("<6I", *_cut_of(weights, device)[:3], *ends)
+    packed = b"".join(maps) + struct.pack("<3I", *ends)
     return packed.ljust(_WEIGHTS_BYTES, b"\0")
 
 
@@ -363,7 +355,7 @@ def _matrix_map(matrix: "torch.Tensor", box_rows: int) -> bytes:
             [cu.cuuint32_t(1)] * 2,
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
         "cuTensorMapEncodeTiled",
