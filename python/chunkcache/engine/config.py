@@ -43,7 +43,8 @@ class EngineConfig:
             makes the same calls in the same order; all get the same outputs.
         enable_cuda_graphs: False launches the kernels of a decode step one by one on a CUDA device,
             instead of replaying a recording (vLLM's ``enforce_eager``). No meaning on the CPU.
-        compile_model: True lets torch.compile fuse the small operations of recorded decode steps.
+        compile_model: True lets torch.compile fuse the small operations of recorded decode steps
+            of models and devices that our own kernels do not serve.
             The first start takes a minute or so longer; needs Triton and a C compiler. CUDA only.
         kv_cache_dtype: "auto" keeps K and V in the model's dtype, "fp8" (e4m3) in half of its
             bytes, on a CUDA device of compute capability 8.9 or more.
