@@ -2,13 +2,21 @@
 
 import pytest
 
+from chunkcache.cli.serve_bench.metrics import Run, ServedRequest, Summary, summarise
 from chunkcache.cli.serve_bench.search import RateSearch, Trial
+
+
+def figures(latency_ms: float | None) -> Summary | None:
+    """Return those of a run with one request of one token."""
+    if latency_ms is None:
+        return None
+    return summarise(Run([ServedRequest(0.0, [latency_ms / 1e3])], 1, 1))
 
 
 def search(latency_at, start: float = 1.0, tolerance: float = 0.05, max_trials: int = 50):
     rates = RateSearch(100.0, start, tolerance=tolerance, max_trials=max_trials)
     while (rate := rates.next_rate) is not None:
-        rates.note(latency_at(rate))
+        rates.note(figures(latency_at(rate)))
     return rates.result
 
 
@@ -30,7 +38,7 @@ def test_no_rate_is_tried_twice() -> None:
 
 def test_the_answer_was_tried_and_met_the_limit() -> None:
     result = search(rising)
-    assert Trial(result.rps, rising(result.rps)) in result.trials
+    assert Trial(result.rps, figures(rising(result.rps))) in result.trials
 
 
 def test_a_latency_equal_to_the_limit_is_allowed() -> None:
@@ -55,7 +63,7 @@ def test_from_a_start_near_the_limit_few_trials_are_enough(start: float) -> None
 
 def test_a_search_may_be_left_at_any_trial() -> None:
     rates = RateSearch(100.0, 5.0, tolerance=0.05, max_trials=9)
-    rates.note(90.0)
+    rates.note(figures(90.0))
     assert (rates.result.rps, rates.result.missed_rps) == (5.0, None)
     rates.note(None)
     assert (rates.result.rps, rates.result.missed_rps) == (5.0, 6.25)
@@ -76,3 +84,22 @@ def test_if_no_rate_meets_the_limit_the_answer_is_zero() -> None:
     result = search(lambda rps: 1000.0, max_trials=3)
     assert result.rps == 0
     assert [trial.rps for trial in result.trials] == pytest.approx([1.0, 0.8, 0.8**3])
+
+
+@pytest.mark.parametrize(
+    ("start", "known", "first"),
+    [(5.0, 2.0, 5.0), (5.0, 6.0, 7.5), (9.0, 8.0, 6.4), (9.0, 9.5, 9.0)],
+)
+def test_what_is_known_bounds_the_first_rate(start: float, known: float, first: float) -> None:
+    rates = RateSearch(100.0, start, tolerance=0.05, max_trials=9)
+    rates.learn(known, rising(known))
+    assert rates.next_rate == pytest.approx(first)
+
+
+def test_what_is_known_counts_without_a_trial() -> None:
+    rates = RateSearch(100.0, 8.0, tolerance=0.2, max_trials=9)
+    rates.learn(6.9, rising(6.9))
+    rates.note(figures(rising(8.0)))
+    assert rates.next_rate is None
+    assert (rates.result.rps, rates.result.missed_rps) == (6.9, 8.0)
+    assert len(rates.result.trials) == 1

@@ -104,8 +104,7 @@ def serve(
     search_seconds: Annotated[
         float,
         typer.Option(
-            help="Arrivals of a search's run go on for about so long; there are no fewer than "
-            "--requests."
+            help="Arrivals of a search's run go on for about so long; there are 8 at least."
         ),
     ] = 30.0,
     time_limit: Annotated[

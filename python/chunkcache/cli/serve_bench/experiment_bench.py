@@ -115,15 +115,7 @@ class ExperimentBench:
         row = self._experiment.row
         if row is None or not self._options.search:
             return
-        searches = {
-            contender.name: RateSearch(
-                self._options.latency_limit_ms,
-                self._result.contenders[contender.name].throughput_rps or row.rps,
-                tolerance=self._options.tolerance,
-                max_trials=self._options.max_trials,
-            )
-            for contender in group
-        }
+        searches = {contender.name: self._new_search(contender, row) for contender in group}
         searching = list(group)
         while searching:
             for contender in list(searching):
@@ -138,6 +130,19 @@ class ExperimentBench:
                 num_trials = len(search.result.trials)
                 num_left = self._options.max_trials - num_trials
                 self._progress.advance(num_left * len(self._experiment.requests))
+
+    def _new_search(self, contender: Contender, row: Row) -> RateSearch:
+        """Begin with what the runs so far say of the contender."""
+        result = self._result.contenders[contender.name]
+        search = RateSearch(
+            self._options.latency_limit_ms,
+            result.throughput_rps or row.rps,
+            tolerance=self._options.tolerance,
+            max_trials=self._options.max_trials,
+        )
+        if result.latency_ms is not None:
+            search.learn(row.rps, result.latency_ms)
+        return search
 
     def _try(self, contender: Contender, row: Row, search: RateSearch) -> bool:
         """Make the next trial of a search; False if there is none, or no time for it."""
@@ -158,7 +163,7 @@ class ExperimentBench:
             on_finished=self._progress.advance,
         )
         try:
-            search.note(summarise(contender.serve(requests, watcher)).normalised_latency_ms)
+            search.note(summarise(contender.serve(requests, watcher)))
         except OverLimitError:
             search.note(None)
         finally:

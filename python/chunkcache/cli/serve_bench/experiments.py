@@ -14,6 +14,9 @@ from chunkcache.cli.serve_bench.workload import Row, TimedRequest, poisson_workl
 from chunkcache.engine import ModelSpec
 from chunkcache.errors import InvalidConfigError
 
+# Of a search's run: fewer say nothing of a rate.
+_LEAST_REQUESTS = 8
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -64,9 +67,9 @@ def requests_of_trial(
 ) -> list[TimedRequest]:
     """Return the requests of a search's run: those of ``row`` at another rate, and as many as come.
 
-    They begin with the row's own ones, at times that are only scaled.
+    They begin like the row's own ones, at times that are only scaled.
     """
-    num_requests = max(options.num_requests, math.ceil(rps * options.search_seconds))
+    num_requests = max(_LEAST_REQUESTS, math.ceil(rps * options.search_seconds))
     return _poisson(options, spec, replace(row, rps=rps), num_requests)
 
 

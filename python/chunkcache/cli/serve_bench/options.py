@@ -83,8 +83,7 @@ class BenchOptions:
         latency_limit_ms: that limit, in milliseconds per token.
         tolerance: precision of the search, as a share of the rate.
         max_trials: runs that a search may make.
-        search_seconds: arrivals of such a run go on for about so long: a burst of few requests
-            says nothing of a rate.
+        search_seconds: arrivals of such a run go on for about so long; there are 8 at least.
         time_limit: seconds that all may take; None for no limit. What does not fit is left out.
         sample: requests of each workload whose outputs are compared first.
         max_num_seqs, max_num_batched_tokens, chunk_size, capacity_bytes: of every contender.

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from chunkcache.cli.serve_bench.metrics import Summary
+
 # From a start that was measured the answer is near: the first steps are of this factor, later ones
 # double.
 _FIRST_FACTOR = 1.25
@@ -18,12 +20,17 @@ class Trial:
 
     Attributes:
         rps: requests per second.
-        latency_ms: the normalised latency there; None if it was certain to be over the limit
-            before the run's end.
+        summary: the figures there; None if it was certain to be over the limit before the run's
+            end.
     """
 
     rps: float
-    latency_ms: float | None
+    summary: Summary | None
+
+    @property
+    def latency_ms(self) -> float | None:
+        """The normalised latency there."""
+        return None if self.summary is None else self.summary.normalised_latency_ms
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,8 @@ class SearchResult:
     """What a search has found: the limit lies between `rps` and `missed_rps`.
 
     Attributes:
-        rps: the highest rate tried that met the limit; 0 if none did.
-        missed_rps: the lowest rate tried that did not; None if all did, so that ``rps`` is a lower
-            bound.
+        rps: the highest rate known to meet the limit; 0 if none is.
+        missed_rps: the lowest rate known not to; None if none is, so that ``rps`` is a lower bound.
         trials: in the order in which they were made.
     """
 
@@ -84,15 +90,27 @@ class RateSearch:
         missed = self._missed if math.isfinite(self._missed) else None
         return SearchResult(self._met, missed, list(self._trials))
 
-    def note(self, latency_ms: float | None) -> None:
-        """Take in the latency at `next_rate`: None if it is surely over the limit."""
-        self._trials.append(Trial(self._rate, latency_ms))
-        if latency_ms is not None and latency_ms <= self._limit_ms:
-            self._met = self._rate
-        else:
-            self._missed = self._rate
+    def note(self, summary: Summary | None) -> None:
+        """Take in the figures at `next_rate`: None if the latency is surely over the limit."""
+        trial = Trial(self._rate, summary)
+        self._trials.append(trial)
+        self._bound(trial.rps, trial.latency_ms)
         if self._met and math.isfinite(self._missed):
             self._rate = math.sqrt(self._met * self._missed)
             return
         self._rate = self._rate * self._factor if self._met else self._rate / self._factor
         self._factor = min(_LARGEST_FACTOR, self._factor**2)
+
+    def learn(self, rps: float, latency_ms: float) -> None:
+        """Take in what is known without a trial, before the first one."""
+        self._bound(rps, latency_ms)
+        if self._rate <= self._met:
+            self._rate = self._met * self._factor
+        elif self._rate >= self._missed:
+            self._rate = self._missed / self._factor
+
+    def _bound(self, rps: float, latency_ms: float | None) -> None:
+        if latency_ms is not None and latency_ms <= self._limit_ms:
+            self._met = max(self._met, rps)
+        else:
+            self._missed = min(self._missed, rps)
