@@ -85,7 +85,7 @@ def require_engine_on_gpu() -> None:
         max_position_embeddings=64,
     )
     try:
-        llm = LLM(random_model(config, torch.float16, "cuda"), None, capacity=4)
+        llm = LLM(random_model(config, torch.float16, "cuda"), None, capacity=64, max_num_seqs=4)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
     except Exception as error:
         raise InvalidConfigError(
