@@ -103,3 +103,24 @@ def test_what_is_known_counts_without_a_trial() -> None:
     assert rates.next_rate is None
     assert (rates.result.rps, rates.result.missed_rps) == (6.9, 8.0)
     assert len(rates.result.trials) == 1
+
+
+def bounded(start: float, highest: float) -> RateSearch:
+    return RateSearch(100.0, start, tolerance=0.05, max_trials=9, highest=highest)
+
+
+def test_no_rate_above_the_highest_is_tried() -> None:
+    rates = bounded(4.0, 6.0)
+    while (rate := rates.next_rate) is not None:
+        rates.note(figures(rising(rate)))
+    assert [trial.rps for trial in rates.result.trials] == [4.0, 5.0, 6.0]
+    assert (rates.result.rps, rates.result.missed_rps) == (6.0, None)
+    assert rates.result.is_highest
+
+
+def test_a_highest_rate_over_the_limit_is_not_the_answer() -> None:
+    rates = bounded(8.0, 8.0)
+    while (rate := rates.next_rate) is not None:
+        rates.note(figures(rising(rate)))
+    assert 7 / 1.05 <= rates.result.rps <= 7 < rates.result.missed_rps
+    assert not rates.result.is_highest

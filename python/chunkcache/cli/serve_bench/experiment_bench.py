@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -134,11 +135,15 @@ class ExperimentBench:
     def _new_search(self, contender: Contender, row: Row) -> RateSearch:
         """Begin with what the runs so far say of the contender."""
         result = self._result.contenders[contender.name]
+        throughput = result.throughput_rps
+        # Fewer requests at once are a smaller batch than there may be.
+        is_most = len(self._experiment.requests) >= self._options.max_num_seqs
         search = RateSearch(
             self._options.latency_limit_ms,
-            result.throughput_rps or row.rps,
+            row.rps if throughput is None else throughput,
             tolerance=self._options.tolerance,
             max_trials=self._options.max_trials,
+            highest=math.inf if throughput is None or not is_most else throughput,
         )
         if result.latency_ms is not None:
             search.learn(row.rps, result.latency_ms)

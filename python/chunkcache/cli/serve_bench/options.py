@@ -79,7 +79,8 @@ class BenchOptions:
         throughput_runs: runs of each contender with all requests there at once.
         repeats: runs of each contender on each workload, with its arrivals.
         contenders: of `CONTENDERS`.
-        search: whether to look for the highest rate under the limit; Poisson workloads only.
+        search: whether to look for the highest rate under the limit; Poisson workloads only. What
+            is served with as many requests at once as may run together bounds it.
         latency_limit_ms: that limit, in milliseconds per token.
         tolerance: precision of the search, as a share of the rate.
         max_trials: runs that a search may make.

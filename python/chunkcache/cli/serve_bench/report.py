@@ -139,6 +139,8 @@ def _rate(search: SearchResult | None) -> str:
         return NOT_MEASURED
     if search.rps == 0:
         return f"< {search.missed_rps:.3g}"
+    if search.is_highest:
+        return f"{search.rps:.3g}"
     if search.missed_rps is None:
         return f">= {search.rps:.3g}"
     return f"{search.rps:.3g} (< {search.missed_rps:.3g})"

@@ -41,11 +41,13 @@ class SearchResult:
         rps: the highest rate known to meet the limit; 0 if none is.
         missed_rps: the lowest rate known not to; None if none is, so that ``rps`` is a lower bound.
         trials: in the order in which they were made.
+        is_highest: whether ``rps`` is the highest rate that can be kept up at all.
     """
 
     rps: float
     missed_rps: float | None
     trials: list[Trial]
+    is_highest: bool = False
 
     def record(self) -> dict[str, Any]:
         """Return it as a dictionary that JSON can hold."""
@@ -60,7 +62,15 @@ class RateSearch:
     makes the trials may stop at any time, and has the two rates then.
     """
 
-    def __init__(self, limit_ms: float, start: float, *, tolerance: float, max_trials: int) -> None:
+    def __init__(
+        self,
+        limit_ms: float,
+        start: float,
+        *,
+        tolerance: float,
+        max_trials: int,
+        highest: float = math.inf,
+    ) -> None:
         """Begin without a trial.
 
         Args:
@@ -68,8 +78,11 @@ class RateSearch:
             start: the first rate; few trials are needed if it is near the answer.
             tolerance: the two last rates differ by no more than this share.
             max_trials: trials at most.
+            highest: no rate above this one is tried. A short run may be within the limit although
+                requests come faster than they are served.
         """
         self._limit_ms = limit_ms
+        self._highest = highest
         self._tolerance = tolerance
         self._max_trials = max_trials
         self._rate = start
@@ -81,14 +94,14 @@ class RateSearch:
     @property
     def next_rate(self) -> float | None:
         """The rate to try next; None if the search is over."""
-        found = self._missed <= self._met * (1 + self._tolerance)
+        found = self._missed <= self._met * (1 + self._tolerance) or self._met >= self._highest
         return None if found or len(self._trials) >= self._max_trials else self._rate
 
     @property
     def result(self) -> SearchResult:
         """What is known after the trials so far."""
         missed = self._missed if math.isfinite(self._missed) else None
-        return SearchResult(self._met, missed, list(self._trials))
+        return SearchResult(self._met, missed, list(self._trials), self._met >= self._highest)
 
     def note(self, summary: Summary | None) -> None:
         """Take in the figures at `next_rate`: None if the latency is surely over the limit."""
@@ -98,14 +111,15 @@ class RateSearch:
         if self._met and math.isfinite(self._missed):
             self._rate = math.sqrt(self._met * self._missed)
             return
-        self._rate = self._rate * self._factor if self._met else self._rate / self._factor
+        rate = self._rate * self._factor if self._met else self._rate / self._factor
+        self._rate = min(rate, self._highest)
         self._factor = min(_LARGEST_FACTOR, self._factor**2)
 
     def learn(self, rps: float, latency_ms: float) -> None:
         """Take in what is known without a trial, before the first one."""
         self._bound(rps, latency_ms)
         if self._rate <= self._met:
-            self._rate = self._met * self._factor
+            self._rate = min(self._met * self._factor, self._highest)
         elif self._rate >= self._missed:
             self._rate = self._missed / self._factor
 
