@@ -29,7 +29,8 @@ class Planner:
     def __init__(self) -> None:
         """Insert and compute the prompts."""
         shape = KvShape(1, HEADS[1], 128, "float16", CHUNK)
-        self.storage = DeviceStorage(torch.cuda.current_device(), shape, 4096, HEADS[0], True)
+        device = torch.cuda.current_device()
+        self.storage = DeviceStorage(device, shape, 4096, HEADS[0], True, None, None)
         self.tree = self.storage.host.tree
         self.seqs = [self.join(i) for i in range(BATCH)]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 #: The kernels whose use of shared memory is looked at; torch's beside them are not ours to mend.
-OURS = "--kernel-name=regex=tpp_|write_kv|copy_chunk|merge_state|apply_tables"
+OURS = "--kernel-name=regex=tpp_|write_kv|copy_chunk|merge_state|apply_tables|decode_"
 #: The options of each tool.
 TOOLS = {
     # Calls that fail raise in Python; cuda-python asks for functions that a driver may not have.

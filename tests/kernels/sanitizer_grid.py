@@ -16,6 +16,8 @@ import torch
 
 from chunkcache import attention, reference
 from chunkcache.kernels import build, frontend, table, tpp
+from chunkcache.kernels.decode import DecodeKernels, Rotation, compiled_rows
+from chunkcache.kernels.decode import Pages as DecodePages
 
 from .device import FP8_PATHS, PATHS
 from .serving import Serving
@@ -186,12 +188,95 @@ def replays() -> None:
         serving.append([seq for seq, left in zip(seqs, behind, strict=True) if left == 0], token)
 
 
+def decode() -> None:
+    """The kernels of a decode step beside the attention, where the device has them."""
+    if "sm_90" not in PATHS:
+        return
+    rng = np.random.default_rng(7)
+    for rows, width, columns in ((3, 384, 72), (40, 1024, 1024)):
+        x, hidden = (_normal(rng, rows, n) for n in (columns, width))
+        matrices = [_normal(rng, width, columns) for _ in range(2)]
+        weight = _normal(rng, width)
+        gate, up = (x.float() @ matrix.float().T for matrix in matrices)
+        kernels, on_device, padded = _product_inputs(x, matrices)
+        out = torch.full((rows, width), torch.nan).half().cuda()
+        kernels.gate(kernels.product(on_device, padded), out)
+        _check("decode_gate", out, torch.nn.functional.silu(gate) * up)
+        sums = hidden.cuda()
+        parts = kernels.product(on_device[:1], padded)
+        kernels.add_and_normalize(parts, sums, weight.cuda(), 1e-5, out)
+        _check("decode_product", sums, hidden.float() + gate)
+        normed = torch.nn.functional.rms_norm(sums.cpu().float(), (width,), weight.float(), 1e-5)
+        _check("decode_normalize", out, normed)
+
+
+def rotate() -> None:
+    """The kernel that turns and writes heads, where the device has it."""
+    if "sm_90" not in PATHS:
+        return
+    rng = np.random.default_rng(8)
+    rows, heads, head_dim = 5, (4, 2, 2), 64
+    x = _normal(rng, rows, 128)
+    matrices = [_normal(rng, n * head_dim, 128) for n in heads]
+    kernels, on_device, padded = _product_inputs(x, matrices)
+    angles = torch.from_numpy(rng.standard_normal((50, head_dim // 2))).float()
+    rotation = Rotation(angles.cos().cuda(), angles.sin().cuda())
+    positions, slots = torch.tensor([7, 0, 49, 3, 4]), torch.tensor([-1, 33, 5, 16, 47])
+    pages = torch.zeros(3, 2, heads[1], 16, head_dim).half().cuda()
+    q = torch.full((rows, heads[0], head_dim), torch.nan).half().cuda()
+    kernels.rotate(
+        kernels.product(on_device, padded),
+        (None, None, None),
+        None,
+        rotation,
+        positions.cuda(),
+        slots.cuda(),
+        q,
+        DecodePages(pages[:, 0], pages[:, 1]),
+    )
+    expected = []
+    for index, matrix in enumerate(matrices):
+        y = (x.float() @ matrix.float().T).unflatten(1, (heads[index], head_dim))
+        cosine, sine = angles.cos()[positions][:, None], angles.sin()[positions][:, None]
+        low, high = y.chunk(2, dim=-1)
+        turned = torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
+        expected.append(turned if index < 2 else y)
+    _check("decode_rotate, q", q, expected[0])
+    written = slots[1:]
+    for side, name in enumerate("kv"):
+        found = pages.cpu()[written // 16, side, :, written % 16]
+        _check(f"decode_rotate, {name}", found, expected[1 + side][1:])
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape) / shape[-1] ** 0.5).half()
+
+
+def _product_inputs(
+    x: torch.Tensor, matrices: list[torch.Tensor]
+) -> tuple[DecodeKernels, list[torch.Tensor], torch.Tensor]:
+    rows, columns = x.shape
+    padded = torch.zeros(compiled_rows(rows), columns).half()
+    padded[:rows] = x
+    on_device = [matrix.cuda() for matrix in matrices]
+    size = DecodeKernels.num_part_values(on_device, rows, torch.cuda.current_device())
+    return DecodeKernels(rows, torch.full((size,), torch.nan).cuda()), on_device, padded.cuda()
+
+
+def _check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    error = float((found.cpu().float() - expected).abs().max() / expected.abs().max())
+    if not error <= TOLERANCE[torch.float16]:
+        raise AssertionError(f"{name}: error {error}")
+
+
 GRID: dict[str, Callable[[], None]] = {
     "writes": writes,
     "copies": copies,
     "merges": merges,
     "steps": steps,
     "replays": replays,
+    "decode": decode,
+    "rotate": rotate,
 }
 
 
