@@ -5,14 +5,17 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 
 from chunkcache import InvalidConfigError
-from chunkcache.engine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from chunkcache.engine import LLM, EngineConfig, SamplingParams
 from chunkcache.engine.parallel import check_heads
 from tiny_models import CONFIGS, make_model, make_tokenizer
 
@@ -24,6 +27,12 @@ SPLIT = ["gemma2", "llama", "qwen2", "qwen3"]
 GREEDY = {"max_tokens": 12}
 SAMPLED = {"max_tokens": 10, "temperature": 1.0, "seed": 3, "n": 2, "repetition_penalty": 1.2}
 GUIDED = {"max_tokens": 30, "guided_regex": "[a-c]{4}(x|yz)", "logprobs": 1}
+#: Of the layers that are split by their outputs, by their inputs, and of both.
+ADAPTERS = {
+    "columns": {"target_modules": ["q_proj", "v_proj", "up_proj"], "r": 4},
+    "rows": {"target_modules": ["o_proj", "down_proj"], "r": 4},
+    "all": {"target_modules": "all-linear", "r": 8, "use_rslora": True},
+}
 
 
 def _prompt(num_tokens: int, seed: int) -> list[int]:
@@ -51,55 +60,85 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def results(folders, tmp_path_factory) -> list[dict[str, Any]]:
-    """What the two processes got for every case, each its own."""
+def adapters(tmp_path_factory) -> dict[str, Path]:
+    """A folder for each adapter of the tiny Llama."""
+    paths = {}
+    for seed, (name, changes) in enumerate(ADAPTERS.items()):
+        paths[name] = tmp_path_factory.mktemp(name)
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = peft.LoraConfig(lora_alpha=8, init_lora_weights=False, **changes)
+            adapted = peft.get_peft_model(make_model(CONFIGS["llama"]()), config)
+            adapted.save_pretrained(paths[name])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory) -> Callable[..., list[dict[str, Any]]]:
+    """Let two processes serve cases; return what each of them got."""
+
+    def run(cases: dict[str, Any], codes: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("results")
+        (folder / "cases").write_text(json.dumps(cases))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(WORKER), str(folder / "cases"), str(folder / "result")]
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            printed = [process.communicate(timeout=250)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert tuple(process.returncode for process in processes) == codes, "\n".join(printed)
+        files = [folder / f"result.{rank}" for rank in range(2)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def results(folders, adapters, serve) -> list[dict[str, Any]]:
+    """What the two processes got for every case that they survive, each its own."""
     llama = folders["llama"]
-    cases = {
-        **{name: _case(folders[name], GREEDY) for name in SPLIT},
-        "unshared": _case(llama, GREEDY, enable_prefix_sharing=False),
-        "pieces": _case(llama, GREEDY, max_num_batched_tokens=13, enable_overlap=False),
-        "tight": _case(llama, {"max_tokens": 40, "ignore_eos": True}, capacity=8),
-        "sampled": _case(llama, SAMPLED),
-        "guided": _case(llama, GUIDED),
-        "phi3": (
-            "refusal",
-            {"model": str(folders["phi3"]), "options": {"tensor_parallel_size": 2}},
-        ),
-        "three": ("refusal", {"model": str(llama), "options": {"tensor_parallel_size": 3}}),
-        "adapters": (
-            "refusal",
-            {
-                "model": str(llama),
-                "options": {"tensor_parallel_size": 2, "lora_adapters": {"a": "a"}},
-            },
-        ),
-        "failure": ("failure", {"model": str(llama)}),
-    }
-    folder = tmp_path_factory.mktemp("results")
-    (folder / "cases").write_text(json.dumps(cases))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(WORKER), str(folder / "cases"), str(folder / "result")]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=250)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    assert codes == [0, 0], "\n".join(printed)
-    return [json.loads((folder / f"result.{rank}").read_text()) for rank in range(2)]
+    on_llama = {"model": str(llama)}
+    return serve(
+        {
+            **{name: _case(folders[name], GREEDY) for name in SPLIT},
+            "unshared": _case(llama, GREEDY, enable_prefix_sharing=False),
+            "pieces": _case(llama, GREEDY, max_num_batched_tokens=13, enable_overlap=False),
+            "tight": _case(llama, {"max_tokens": 40, "ignore_eos": True}, capacity=8),
+            "sampled": _case(llama, SAMPLED),
+            "guided": _case(llama, GUIDED),
+            "streamed": ("streamed", {**on_llama, "prompts": PROMPTS}),
+            "adapted": (
+                "adapted",
+                {
+                    **on_llama,
+                    "prompts": PROMPTS,
+                    "adapters": {name: str(path) for name, path in adapters.items()},
+                },
+            ),
+            "asynchronous": ("asynchronous", {**on_llama, "prompts": PROMPTS}),
+            "phi3": (
+                "refusal",
+                {"model": str(folders["phi3"]), "options": {"tensor_parallel_size": 2}},
+            ),
+            "three": ("refusal", {**on_llama, "options": {"tensor_parallel_size": 3}}),
+            "arguments differ": ("arguments_differ", on_llama),
+        }
+    )
 
 
 @pytest.mark.parametrize("name", [*SPLIT, "unshared", "pieces"])
@@ -115,7 +154,10 @@ def test_preempted_text_is_that_of_one_process(results, expect_generated) -> Non
         expect_generated(make_model(CONFIGS["llama"]()), prompt, tokens, 40)
 
 
-@pytest.mark.parametrize("name", [*SPLIT, "unshared", "pieces", "tight", "sampled", "guided"])
+@pytest.mark.parametrize(
+    "name",
+    [*SPLIT, "unshared", "pieces", "tight", "sampled", "guided", "streamed", "adapted"],
+)
 def test_all_processes_get_the_same(results, name) -> None:
     assert results[0][name] == results[1][name]
 
@@ -128,6 +170,22 @@ def test_other_text_is_that_of_one_process(results, folders, name, params) -> No
     assert results[0][name]["texts"] == texts
 
 
+def test_text_with_an_adapter_is_that_of_one_process(results, adapters, expect_generated) -> None:
+    models: dict[str | None, Any] = {None: make_model(CONFIGS["llama"]())}
+    for name, path in adapters.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            models[name] = peft.PeftModel.from_pretrained(make_model(CONFIGS["llama"]()), path)
+    prompts = [prompt for prompt in PROMPTS for _ in models]
+    for prompt, (name, tokens) in zip(prompts, results[0]["adapted"], strict=True):
+        expect_generated(models[name], prompt, tokens, GREEDY["max_tokens"])
+
+
+def test_a_stream_that_is_left_leaves_nothing(results, expect_generated) -> None:
+    model = make_model(CONFIGS["llama"]())
+    expect_generated(model, PROMPTS[0], results[0]["streamed"], GREEDY["max_tokens"])
+
+
 @pytest.mark.parametrize("name", SPLIT)
 def test_each_process_has_half_of_the_kv_heads(results, name) -> None:
     assert [result[name]["num_kv_heads"] for result in results] == [1, 1]
@@ -137,22 +195,75 @@ def test_prefixes_are_shared_as_in_one_process(results) -> None:
     assert results[0]["llama"]["cached_tokens"] == [len(prompt) for prompt in PROMPTS]
 
 
+def test_callers_of_the_first_process_get_the_text_of_one(results, expect_generated) -> None:
+    served = results[0]["asynchronous"]["served"]
+    assert served["aborted"] == "abort"
+    model = make_model(CONFIGS["llama"]())
+    for prompt, (tokens, reason) in zip(PROMPTS * 3, served["tokens"], strict=True):
+        assert reason == "length"
+        expect_generated(model, prompt, tokens, GREEDY["max_tokens"])
+
+
+def test_the_others_follow_the_first_process_step_by_step(results) -> None:
+    first, second = (result["asynchronous"] for result in results)
+    assert first["num_steps"] == second["num_steps"] > 12
+    assert first["chunks"] == second["chunks"]
+    assert sum(first["chunks"]) == 24
+
+
+def test_only_the_first_process_takes_requests(results) -> None:
+    assert "this is not the first process" in results[1]["asynchronous"]["served"]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("phi3", "transformers' tp_plan for Phi3ForCausalLM leaves 2 of 2 K/V heads"),
         ("three", "there is a process group of 2"),
-        ("adapters", "lora_adapters are given with tensor_parallel_size 2"),
+        ("arguments differ", "max_num_seqs is 8 in the first process and 9 in process 1; allowed"),
     ],
 )
 def test_what_cannot_be_split_is_refused_everywhere(results, name, reason) -> None:
     assert results[0][name] == results[1][name]
     assert reason in results[0][name]
+    assert results[0][name].startswith("InvalidConfigError")
 
 
-def test_a_failure_of_the_first_process_reaches_all_and_ends_nothing_else(results) -> None:
-    assert [result["failure"][1] for result in results] == ["1", "1"]
-    assert all("division by zero" in result["failure"][0] for result in results)
+def test_requests_that_differ_end_the_engine_everywhere(folders, serve) -> None:
+    case = ("requests_differ", {"model": str(folders["llama"])})
+    for result in serve({"differ": case}):
+        assert all(
+            "process 1 failed: it does not make the first one's calls: max_tokens of request 0 is"
+            " 6, not 5" in error
+            for error in result["differ"]
+        )
+
+
+def test_picking_that_fails_is_an_error_everywhere(folders, serve) -> None:
+    case = ("picking_fails", {"model": str(folders["llama"])})
+    for result in serve({"fails": case}):
+        assert "picking failed: ZeroDivisionError" in result["fails"][0]
+        assert "the processes can only be started again" in result["fails"][1]
+
+
+def test_a_model_that_fails_in_one_process_ends_the_wait_of_the_other(folders, serve) -> None:
+    options = {"model": str(folders["llama"]), "options": {"enable_overlap": False}}
+    first, second = serve({"fails": ("step_fails", options)})
+    assert "process 1 failed: the model step failed: ZeroDivisionError" in first["fails"]
+    assert "the model step failed: ZeroDivisionError" in second["fails"]
+
+
+def test_a_process_that_dies_is_an_error_in_the_other(folders, serve) -> None:
+    options = {"model": str(folders["llama"]), "options": {}}
+    first, _ = serve({"dies": ("dies", options)}, codes=(0, 9))
+    assert first["dies"].startswith("EngineError")
+    assert "process 1 has ended" in first["dies"]
+
+
+def test_a_process_that_dies_is_an_error_for_every_caller(folders, serve) -> None:
+    case = ("asynchronous_loss", {"model": str(folders["llama"])})
+    first, _ = serve({"dies": case}, codes=(0, 9))
+    assert "process 1 has ended" in first["dies"]
 
 
 def test_one_process_is_not_two(folders) -> None:
@@ -160,9 +271,9 @@ def test_one_process_is_not_two(folders) -> None:
         LLM(folders["llama"], tensor_parallel_size=2)
 
 
-def test_a_whole_model_is_not_in_two_parts(llama) -> None:
-    with pytest.raises(InvalidConfigError, match="the loaded model is in 1 parts; allowed is 1"):
-        LLM(llama, tensor_parallel_size=2)
+def test_a_particular_device_is_refused(folders) -> None:
+    with pytest.raises(InvalidConfigError, match="device is 'cuda:1'; allowed with tensor_par"):
+        LLM(folders["llama"], tensor_parallel_size=2, device="cuda:1")
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
@@ -173,8 +284,3 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_a_size_of_zero_is_refused() -> None:
     with pytest.raises(InvalidConfigError, match="tensor_parallel_size is 0"):
         EngineConfig(tensor_parallel_size=0)
-
-
-def test_the_asynchronous_engine_refuses_it(folders) -> None:
-    with pytest.raises(InvalidConfigError, match="tensor_parallel_size is 2; allowed is 1, since"):
-        AsyncLLM(folders["llama"], tensor_parallel_size=2)

@@ -1,9 +1,12 @@
 """One process of a tensor-parallel engine: serves the cases of a file and writes what it got.
 
-Usage: python parallel_worker.py CASES RESULTS, with torchrun's environment variables.
+Usage: python parallel_worker.py CASES RESULTS, with torchrun's environment variables. The results
+are rewritten after each case, since a process may not survive its last one.
 """
 
+import asyncio
 import json
+import os
 import sys
 import warnings
 from typing import Any
@@ -11,13 +14,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkcache.engine import LLM, SamplingParams
+from chunkcache.engine import LLM, AsyncLLM, SamplingParams
 
 GREEDY = {"max_tokens": 12}
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+def _llm(model: str, **options: Any) -> LLM:
+    return LLM(model, chunk_size=16, tensor_parallel_size=dist.get_world_size(), **options)
+
+
+def _message(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "served"
 
 
 def _served(model: str, prompts: list[list[int]], params: dict[str, Any], options: Any) -> Any:
-    llm = LLM(model, chunk_size=16, tensor_parallel_size=dist.get_world_size(), **options)
+    llm = _llm(model, **options)
     outputs = llm.generate(prompts, SamplingParams(**params))
     llm.check_accounts()
     again = llm.generate(prompts, SamplingParams(max_tokens=1))
@@ -31,46 +47,182 @@ def _served(model: str, prompts: list[list[int]], params: dict[str, Any], option
     }
 
 
+def _adapted(model: str, prompts: list[list[int]], adapters: dict[str, str]) -> Any:
+    """Serve every prompt bare and with each adapter, all in one batch."""
+    llm = _llm(model, lora_adapters=adapters)
+    names = [None, *adapters]
+    pairs = [(prompt, name) for prompt in prompts for name in names]
+    outputs = llm.generate(
+        [prompt for prompt, _ in pairs],
+        SamplingParams(**GREEDY),
+        lora=[name for _, name in pairs],
+    )
+    llm.check_accounts()
+    return [
+        [name, request.outputs[0].token_ids]
+        for (_, name), request in zip(pairs, outputs, strict=True)
+    ]
+
+
 def _refusal(model: str, options: Any) -> str:
+    return _message(lambda: LLM(model, **options))
+
+
+def _streamed(model: str, prompts: list[list[int]]) -> list[int]:
+    """Leave a stream in the middle, and serve on."""
+    llm = _llm(model)
+    for piece in llm.generate(prompts, LONG, stream=True):
+        if piece.index == 1:
+            break
+    llm.check_accounts()
+    return llm.generate(prompts[0], SamplingParams(**GREEDY))[0].outputs[0].token_ids
+
+
+def _arguments_differ(model: str) -> str:
+    return _message(lambda: _llm(model, max_num_seqs=8 + dist.get_rank()))
+
+
+def _requests_differ(model: str) -> list[str]:
+    llm = _llm(model)
+    params = SamplingParams(max_tokens=5 + dist.get_rank())
+    first = _message(lambda: llm.generate([1, 2], params))
+    return [first, _message(lambda: llm.generate([1, 2]))]
+
+
+def _picking_fails(model: str) -> list[str]:
+    """Let picking fail in the first process alone, and try a new engine."""
+    llm = _llm(model)
+    if dist.get_rank() == 0:
+        llm.engine._engine._executor._picker._picker.pick = lambda *_: 1 / 0
+    first = _message(lambda: llm.generate([1, 2], SamplingParams(**GREEDY)))
+    return [first, _message(lambda: _llm(model).generate([1, 2], SamplingParams(**GREEDY)))]
+
+
+def _step_fails(model: str, options: Any) -> str:
+    """Let the model fail in the second process alone, while the first waits for it in a layer."""
+    llm = _llm(model, **options)
+    if dist.get_rank() == 1:
+        llm.model.model.layers[1].mlp.forward = lambda _: 1 / 0
+    return _message(lambda: llm.generate([1, 2], SamplingParams(**GREEDY)))
+
+
+def _dies(model: str, options: Any) -> str:
+    """Let the second process end in the middle of a step."""
+    llm = _llm(model, **options)
+    if dist.get_rank() == 1:
+        llm.model.model.layers[1].mlp.forward = lambda _: os._exit(9)
+    return _message(lambda: llm.generate([1, 2], SamplingParams(**GREEDY)))
+
+
+def _asynchronous(model: str, prompts: list[list[int]]) -> Any:
+    async def main() -> Any:
+        size = dist.get_world_size()
+        options = {"chunk_size": 16, "capacity": 24, "max_num_seqs": 6}
+        async with AsyncLLM(model, tensor_parallel_size=size, **options) as llm:
+            if dist.get_rank() == 0:
+                served = await _callers(llm, prompts)
+            else:
+                served = await _refused(llm, prompts[0])
+        stats = llm.llm.cache.stats()
+        return {
+            "served": served,
+            "num_steps": llm.stats.num_steps,
+            "chunks": [stats.num_free, stats.num_evictable, stats.num_sequences],
+        }
+
+    return asyncio.run(main())
+
+
+async def _callers(llm: AsyncLLM, prompts: list[list[int]]) -> Any:
+    """Let callers come, leave, abort and ask for nonsense; return the texts of those who stay."""
+
+    async def read(prompt: list[int], params: SamplingParams, **options: Any) -> Any:
+        output = None
+        async for latest in llm.generate(prompt, params, **options):
+            output = latest
+        assert output is not None
+        return [output.outputs[0].token_ids, output.outputs[0].finish_reason]
+
+    async def leave(prompt: list[int], after: int) -> None:
+        outputs = llm.generate(prompt, LONG)
+        async for _ in outputs:
+            after -= 1
+            if after == 0:
+                break
+        await outputs.aclose()
+
+    stay = [
+        asyncio.create_task(read(prompt, SamplingParams(**GREEDY), priority=i % 2))
+        for i, prompt in enumerate(prompts * 3)
+    ]
+    gone = [asyncio.create_task(leave(prompt, 1 + i)) for i, prompt in enumerate(prompts)]
+    cancelled = asyncio.create_task(read(prompts[0], LONG))
+    aborted = asyncio.create_task(read(prompts[1], LONG, request_id="a"))
+    refused = asyncio.create_task(read([-1], LONG))
+    await asyncio.sleep(0.05)
+    cancelled.cancel()
+    await llm.abort("a")
+    await asyncio.gather(*gone)
+    await asyncio.wait({cancelled, refused})
+    assert "token id" in str(refused.exception())
+    tokens = [await task for task in stay]
+    await llm.check_accounts()
+    return {"tokens": tokens, "aborted": (await aborted)[1]}
+
+
+async def _refused(llm: AsyncLLM, prompt: list[int]) -> str:
     try:
-        LLM(model, **options)
+        async for _ in llm.generate(prompt, LONG):
+            pass
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return str(error)
     return "served"
 
 
-def _failure(model: str) -> list[str]:
-    """Let picking fail in the first process alone, and then serve again."""
-    llm = LLM(model, tensor_parallel_size=dist.get_world_size())
-    picker = llm.engine._executor._picker._picker
-    pick = picker.pick
-    if dist.get_rank() == 0:
-        picker.pick = lambda *_: 1 / 0
-    messages = []
-    try:
-        llm.generate([1, 2], SamplingParams(**GREEDY))
-    except Exception as error:
-        messages.append(f"{type(error).__name__}: {error}")
-    picker.pick = pick
-    return [*messages, str(len(llm.generate([1, 2], SamplingParams(**GREEDY))[0].outputs))]
+def _asynchronous_loss(model: str) -> str:
+    """Let the second process die while callers of the first one wait."""
+
+    async def main() -> str:
+        async with AsyncLLM(model, tensor_parallel_size=dist.get_world_size()) as llm:
+            if dist.get_rank() == 1:
+                llm.llm.model.model.layers[1].mlp.forward = lambda _: os._exit(9)
+                await asyncio.sleep(60)
+            return await _refused(llm, [1, 2])
+
+    return asyncio.run(main())
+
+
+KINDS = {
+    "served": _served,
+    "adapted": _adapted,
+    "refusal": _refusal,
+    "streamed": _streamed,
+    "arguments_differ": _arguments_differ,
+    "requests_differ": _requests_differ,
+    "picking_fails": _picking_fails,
+    "step_fails": _step_fails,
+    "dies": _dies,
+    "asynchronous": _asynchronous,
+    "asynchronous_loss": _asynchronous_loss,
+}
 
 
 def main(cases: str, results: str) -> None:
     """Serve every case."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    kinds = {"served": _served, "refusal": _refusal, "failure": _failure}
     with open(cases) as file:
         given = json.load(file)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # Of torch and transformers about each other.
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-        found = {name: kinds[kind](**arguments) for name, (kind, arguments) in given.items()}
-    with open(f"{results}.{dist.get_rank()}", "w") as file:
-        json.dump(found, file)
-    dist.destroy_process_group()
+    found = {}
+    for name, (kind, arguments) in given.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # Of torch, transformers and peft about each other.
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+            found[name] = KINDS[kind](**arguments)
+        with open(f"{results}.{dist.get_rank()}", "w") as file:
+            json.dump(found, file)
 
 
 if __name__ == "__main__":

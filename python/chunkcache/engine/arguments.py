@@ -152,15 +152,11 @@ def check_priority(priority: Any) -> None:
         raise InvalidConfigError(f"priority is {priority!r}; allowed is an int")
 
 
-def check_parts(model: Any, tensor_parallel_size: int, lora_adapters: Any) -> None:
-    """Check that a loaded model is split as it is to be, and with what it may be."""
+def check_parts(model: Any, tensor_parallel_size: int) -> None:
+    """Check that a loaded model is split as it is to be."""
     size = getattr(model, "tp_size", None) or 1
     if size != tensor_parallel_size:
         raise InvalidConfigError(
             f"tensor_parallel_size is {tensor_parallel_size}, but the loaded model is in {size} "
             f"parts; allowed is {size}"
-        )
-    if size > 1 and lora_adapters:
-        raise InvalidConfigError(
-            f"lora_adapters are given with tensor_parallel_size {size}; allowed is one of the two"
         )

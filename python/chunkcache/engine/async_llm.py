@@ -11,12 +11,13 @@ from typing import Any, Self
 
 from chunkcache.engine import loader
 from chunkcache.engine.llm import LLM
+from chunkcache.engine.lockstep import LockstepEngine
 from chunkcache.engine.mailbox import Letter, Mailbox
 from chunkcache.engine.outputs import RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.prompts import Prompt
 from chunkcache.engine.stats import EngineStats
-from chunkcache.engine.thread import EngineThread
+from chunkcache.engine.thread import EngineThread, FollowingThread
 from chunkcache.errors import InvalidConfigError
 
 
@@ -27,6 +28,13 @@ class AsyncLLM:
     slow reader never slows the others down, and takes no more memory than its own continuation.
     Requests that come in wait in the engine's queue without a limit; who wants one puts a
     semaphore around `generate`.
+
+    Under tensor parallel every process makes one, with the same arguments. The first process takes
+    all requests; the others follow it, and end with it::
+
+        async with AsyncLLM(folder, tensor_parallel_size=2) as llm:
+            if torch.distributed.get_rank() == 0:
+                await serve(llm)
 
     Example:
         >>> async with AsyncLLM("SmolLM2-135M-Instruct") as llm:
@@ -50,16 +58,18 @@ class AsyncLLM:
         Raises:
             InvalidConfigError: as `LLM`.
         """
-        if config.get("tensor_parallel_size", 1) != 1:
-            raise InvalidConfigError(
-                f"tensor_parallel_size is {config['tensor_parallel_size']!r}; allowed is 1, since "
-                "requests that come at any time would come at another one in each process"
-            )
         self.llm = LLM(model, tokenizer, dtype=dtype, **config)
-        self._thread = EngineThread(self.llm.engine)
+        self._mailboxes: dict[int | str, Mailbox] = {}
+        engine = self.llm.engine
+        if isinstance(engine, LockstepEngine) and not engine.is_first:
+            self._thread: EngineThread | FollowingThread = FollowingThread(
+                engine, self.llm.request_of
+            )
+            return
+        at_end = engine.release if isinstance(engine, LockstepEngine) else None
+        self._thread = EngineThread(engine, at_end)
         # Who forgets `shutdown` gets the memory back all the same.
         weakref.finalize(self, self._thread.stop_soon)
-        self._mailboxes: dict[int | str, Mailbox] = {}
 
     @property
     def stats(self) -> EngineStats:
@@ -126,15 +136,25 @@ class AsyncLLM:
         """
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None:
-            await asyncio.wrap_future(self._thread.abort(mailbox))
+            await asyncio.wrap_future(self._engine_thread.abort(mailbox))
 
     async def check_accounts(self) -> None:
         """Check that no chunk is lost; see `Engine.check_accounts`."""
-        await asyncio.wrap_future(self._thread.check_accounts())
+        await asyncio.wrap_future(self._engine_thread.check_accounts())
 
     async def shutdown(self) -> None:
-        """End the engine. Who still reads a request gets an `EngineError`, as who comes later."""
-        await asyncio.to_thread(self._thread.stop)
+        """End the engine. Who still reads a request gets an `EngineError`, as who comes later.
+
+        Under tensor parallel the first process ends it; in the others this waits for that.
+
+        Raises:
+            EngineError: this process follows the first one, and a process was lost.
+        """
+        if isinstance(self._thread, FollowingThread):
+            # Not shielded, it would be taken for ended by whoever is cancelled here.
+            await asyncio.shield(asyncio.wrap_future(self._thread.ended))
+        else:
+            await asyncio.to_thread(self._thread.stop)
 
     async def __aenter__(self) -> Self:
         """Return the engine, for ``async with``."""
@@ -149,6 +169,15 @@ class AsyncLLM:
         """Shut the engine down."""
         await self.shutdown()
 
+    @property
+    def _engine_thread(self) -> EngineThread:
+        if isinstance(self._thread, FollowingThread):
+            raise InvalidConfigError(
+                f"tensor_parallel_size is {self.llm.config.tensor_parallel_size}, and this is not "
+                "the first process; allowed here is to wait for the end of the first one's engine"
+            )
+        return self._thread
+
     async def _letters(
         self,
         prompt: Prompt,
@@ -158,6 +187,7 @@ class AsyncLLM:
         priority: int,
         lora: str | None,
     ) -> AsyncGenerator[Letter, None]:
+        thread = self._engine_thread
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidConfigError(f"request_id is {request_id!r}; allowed is None or a str")
         if request_id in self._mailboxes:
@@ -177,7 +207,7 @@ class AsyncLLM:
         name = request.output.request_id
         self._mailboxes[name] = mailbox
         try:
-            await asyncio.wrap_future(self._thread.add(request, mailbox))
+            await asyncio.wrap_future(thread.add(request, mailbox))
             is_last = False
             while not is_last:
                 letter = await mailbox.take()
@@ -186,4 +216,4 @@ class AsyncLLM:
         finally:
             del self._mailboxes[name]
             # After the last letter there is nothing to abort, and this does nothing.
-            self._thread.abort(mailbox)
+            thread.abort(mailbox)

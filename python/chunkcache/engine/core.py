@@ -125,6 +125,11 @@ class Engine:
             news, self._news = self._news, {}
             return list(news.values())
 
+    def fail(self, reason: str) -> None:
+        """End every request with an error, for a reason that lies outside of this engine."""
+        with self._exclusively():
+            self._fail(reason, None)
+
     def settle(self) -> None:
         """If no request is left, wait for a step in flight, so that all chunks are given back."""
         with self._exclusively():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,10 @@ from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.picker import Pick, Picked
 from chunkcache.engine.runner import NewTokens, StepInput
 from chunkcache.engine.step import Step
+from chunkcache.errors import ChunkCacheError
+
+# How long a step is awaited without a look at whether it can end at all.
+_CHECK_SECONDS = 0.25
 
 
 class Runner(Protocol):
@@ -64,10 +68,16 @@ class StepResult:
 class RunningStep:
     """A step that was handed to the executor."""
 
-    def __init__(self, future: Future[_Output], run: Callable[[], None] | None) -> None:
-        """Keep where its output goes, and what runs it if no thread does."""
+    def __init__(
+        self,
+        future: Future[_Output],
+        run: Callable[[], None] | None,
+        check: Callable[[], None] | None,
+    ) -> None:
+        """Keep where its output goes, what runs it if no thread does, and what ends the wait."""
         self._future = future
         self._run = run
+        self._check = check
 
     def result(self) -> StepResult:
         """Wait for the step; without a thread it runs now.
@@ -77,9 +87,10 @@ class RunningStep:
         """
         if self._run is not None and not self._future.done():
             self._run()
-        output = self._future.result()
+        output = self._awaited()
         picked = output.picked
         tokens = output.tokens.wait()
+        self._check_others()
         return StepResult(
             tokens,
             picked.logprobs,
@@ -89,6 +100,19 @@ class RunningStep:
             output.begin,
             output.end,
         )
+
+    def _awaited(self) -> _Output:
+        while self._check is not None and not self._future.done():
+            wait([self._future], _CHECK_SECONDS)
+            self._check_others()
+        return self._future.result()
+
+    def _check_others(self) -> None:
+        if self._check is not None:
+            try:
+                self._check()
+            except ChunkCacheError as error:
+                raise ModelStepError(str(error)) from error
 
 
 class StepExecutor:
@@ -100,21 +124,37 @@ class StepExecutor:
     on its device for the next step; the engine gets a copy.
     """
 
-    def __init__(self, runner: Runner, picker: Picker, *, overlap: bool) -> None:
-        """Start with nothing to run."""
+    def __init__(
+        self,
+        runner: Runner,
+        picker: Picker,
+        *,
+        overlap: bool,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Start with nothing to run.
+
+        Args:
+            runner: computes the logits of a step.
+            picker: picks its tokens.
+            overlap: run steps while the caller goes on.
+            check: raises a `ChunkCacheError` when a step that is awaited may never end.
+        """
         self._runner = runner
         self._picker = picker
+        self._check = check
         self._picked: Picked | None = None
         self._failed = False
         queues_work = runner.device.type == "cuda"
         self._runs_at_once = overlap and queues_work
-        needs_thread = overlap and not queues_work
+        # What may never end is not for the thread of the caller.
+        needs_thread = (overlap or check is not None) and not queues_work
         self._threads = ThreadPoolExecutor(1, "chunkcache-model") if needs_thread else None
 
     def submit(self, step: Step) -> RunningStep:
         """Hand a step over. Its plan is to stay open until its result is there."""
         if self._threads is not None:
-            return RunningStep(self._threads.submit(self._run_in_thread, step), None)
+            return RunningStep(self._threads.submit(self._run_in_thread, step), None, self._check)
         future: Future[_Output] = Future()
 
         def run() -> None:
@@ -125,7 +165,7 @@ class StepExecutor:
 
         if self._runs_at_once:
             run()
-        return RunningStep(future, run)
+        return RunningStep(future, run, self._check)
 
     def recover(self) -> None:
         """Run steps again after one failed and all that were handed over are through."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -17,15 +19,17 @@ from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.core import Engine
 from chunkcache.engine.device import HALVES, default_dtype, resolve_device
-from chunkcache.engine.executor import StepExecutor
+from chunkcache.engine.executor import Picker, Runner, StepExecutor
 from chunkcache.engine.graph_runner import GraphRunner
 from chunkcache.engine.guided import GrammarCompiler
 from chunkcache.engine.inspection import inspect_model
+from chunkcache.engine.lockstep import LockstepEngine, Order
 from chunkcache.engine.lora import Adapters, namespace
 from chunkcache.engine.outputs import RequestOutput, StreamOutput
 from chunkcache.engine.params import SamplingParams, check_vocabulary
 from chunkcache.engine.picker import TokenPicker
 from chunkcache.engine.probe import probe
+from chunkcache.engine.processes import Processes, start
 from chunkcache.engine.prompts import Prompt, TokenizedPrompt, tokenize
 from chunkcache.engine.runner import ModelRunner
 from chunkcache.engine.scheduler import Scheduler
@@ -78,6 +82,31 @@ class LLM:
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         size = self.config.tensor_parallel_size
+        if size == 1:
+            self._set_up(model, tokenizer, dtype, device, lora_adapters, None)
+            return
+        place = parallel.place_of_process(device, size)
+        start(size, place)
+        processes = Processes(place)
+        # At the end of the program all end, and no process needs to be told.
+        weakref.finalize(self, processes.close).atexit = False
+        with parallel.reporting("making the engine", processes):
+            self._set_up(model, tokenizer, dtype, place, lora_adapters, processes)
+
+    def _set_up(
+        self,
+        model: Any,
+        tokenizer: Any | None,
+        dtype: str | torch.dtype | None,
+        device: str | torch.device | None,
+        lora_adapters: Mapping[str, str | Path] | None,
+        processes: Processes | None,
+    ) -> None:
+        size = self.config.tensor_parallel_size
+        adapters = arguments.check_adapters(lora_adapters)
+        if processes is not None:
+            given = {"dtype": str(dtype), "lora_adapters": list(adapters)}
+            processes.check_equal({**vars(self.config), **given})
         if isinstance(model, (str, Path)):
             folder = loader.resolve(model)
             place = resolve_device("cpu" if device is None else device)
@@ -87,7 +116,10 @@ class LLM:
         else:
             self.model = arguments.check_loaded(model, dtype, device)
             self.tokenizer = tokenizer
-        arguments.check_parts(self.model, size, lora_adapters)
+        arguments.check_parts(self.model, size)
+        if processes is not None:
+            # No process waits in a layer for one that could not load the model.
+            processes.check_equal(parallel.described(self.model, self.tokenizer))
         self.spec: ModelSpec = inspect_model(self.model)
         on_cuda = self.model.device.type == "cuda"
         if on_cuda and self.spec.dtype not in HALVES:
@@ -97,7 +129,7 @@ class LLM:
         if size > 1:
             parallel.check_split(self.model, self.spec, size)
         probe(self.model, self.spec)
-        self._adapters = Adapters(self.model, arguments.check_adapters(lora_adapters))
+        self._adapters = Adapters(self.model, adapters)
         kv_dtype = self.config.kv_dtype(self.spec.dtype)
         if kv_dtype != self.spec.dtype and not on_cuda:
             raise InvalidConfigError(
@@ -105,9 +137,9 @@ class LLM:
             )
         chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size, kv_dtype)
         self.capacity = pool_capacity(self.config, self.spec, chunk_bytes, self.model.device)
-        if size > 1:
+        if processes is not None:
             # What is free may differ, and so would the schedules.
-            self.capacity = parallel.smallest(self.capacity, self.model.device)
+            self.capacity = min(processes.everyones(self.capacity))
         self.max_model_len = arguments.max_model_len(self.config, self.spec, self.capacity)
         token_budget = self.config.token_budget(self.max_model_len)
         self.cache = ChunkCache(
@@ -133,12 +165,16 @@ class LLM:
         self._seeds = np.random.default_rng(self.config.seed)
         self._next_request_id = 0
         runner = self._runner(max_rows=min(self.config.max_num_seqs, token_budget))
-        picker = TokenPicker(runner.best_of)
-        self.engine = Engine(
+        picker: Picker = TokenPicker(runner.best_of)
+        if processes is not None:
+            runner = parallel.SharedRunner(runner, processes)
+            picker = parallel.SharedPicker(picker, processes, parallel.group_of(self.model))
+        engine = Engine(
             StepExecutor(
                 runner,
-                picker if size == 1 else parallel.SharedPicker(picker),
+                picker,
                 overlap=self.config.enable_overlap,
+                check=None if processes is None else processes.check,
             ),
             Scheduler(
                 self.cache,
@@ -149,6 +185,10 @@ class LLM:
             ),
             chunk_bytes=chunk_bytes,
         )
+        self.engine: Engine | LockstepEngine = engine
+        if processes is not None:
+            processes.begin(partial(parallel.break_off, self.model))
+            self.engine = LockstepEngine(engine, self.cache, processes)
 
     def _runner(self, max_rows: int) -> GraphRunner | ModelRunner:
         if self.model.device.type == "cuda" and self.config.enable_cuda_graphs:
@@ -299,6 +339,20 @@ class LLM:
             grammar=self._grammars.compile(sampling_params),
             lora=lora,
             arrival_time=arrival_time,
+        )
+
+    def request_of(self, order: Order) -> Request:
+        """Make the request that another process has taken in."""
+        return Request(
+            *order[:4],
+            max_tokens=order.max_tokens,
+            seed=0,
+            cache_salt=order.cache_salt,
+            priority=order.priority,
+            eos_token_ids=self.spec.eos_token_ids,
+            tokenizer=self.tokenizer,
+            grammar=self._grammars.compile(order.params),
+            lora=order.lora,
         )
 
     def check_accounts(self) -> None:

@@ -78,7 +78,6 @@ def load_model(
 
     split: dict[str, Any] = {}
     if tensor_parallel_size > 1:
-        parallel.check_processes(tensor_parallel_size)
         split = parallel.load_arguments(tensor_parallel_size)
     try:
         with without_progress_bars():

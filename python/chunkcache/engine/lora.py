@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from chunkcache.engine.attention import implementation
 from chunkcache.errors import InvalidConfigError
@@ -42,20 +44,44 @@ class AdapterRows:
 class _Delta:
     """What an adapter adds to one module: ``scaling * B(A(x))``.
 
+    Of a module that is split over several processes each has its part: of B where the outputs are
+    split, of A where the inputs are. A's outputs are added up then.
+
     Attributes:
         a: ``[rank, in_features]``.
         b: ``[out_features, rank]``.
         scaling: the factor.
+        group: the processes that have the parts of A; None if this one has all of it.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
+    group: Any = None
+
+    @classmethod
+    def of(cls, layer: Any) -> _Delta:
+        """Take it from peft's layer, which splits what transformers has split."""
+        a, b = (part[_PEFT_NAME].weight.detach() for part in (layer.lora_A, layer.lora_B))
+        return cls(
+            _own_part(a),
+            _own_part(b),
+            float(layer.scaling[_PEFT_NAME]),
+            a.device_mesh.get_group() if isinstance(a, DTensor) else None,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return what to add for inputs ``[rows, in_features]``, in the weights' dtype."""
         linear = torch.nn.functional.linear
-        return linear(linear(x.to(self.a.dtype), self.a), self.b) * self.scaling
+        inner = linear(x.to(self.a.dtype), self.a)
+        if self.group is not None:
+            dist.all_reduce(inner, group=self.group)
+        return linear(inner, self.b) * self.scaling
+
+
+def _own_part(weight: Any) -> torch.Tensor:
+    part: torch.Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return part.clone()
 
 
 class Adapters:
@@ -233,7 +259,22 @@ def _unserved(wrapped: Any) -> str | None:
                 return f"it changes the embedding {path}"
             if any(layer.bias is not None for layer in module.lora_B.values()):
                 return f"it adds a bias to {path}"
+            if not _is_split_alike(module):
+                return f"it changes {path}, whose parts in the processes LoRA factors do not have"
     return None
+
+
+def _is_split_alike(layer: Any) -> bool:
+    """Tell whether peft has split an adapter's factors as transformers has the layer's weight."""
+    weight = layer.get_base_layer().weight
+    factors = [part[_PEFT_NAME].weight for part in (layer.lora_B, layer.lora_A)]
+    wanted = [False, False]
+    if isinstance(weight, DTensor):
+        placement = weight.placements[-1]
+        if type(placement) is not Shard:
+            return bool(placement == Replicate())
+        wanted[placement.dim % 2] = True
+    return [isinstance(factor, DTensor) for factor in factors] == wanted
 
 
 def _deltas(model: Any) -> dict[str, _Delta]:
@@ -242,14 +283,7 @@ def _deltas(model: Any) -> dict[str, _Delta]:
     layers: dict[str, Any] = {
         path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)
     }
-    return {
-        path: _Delta(
-            layer.lora_A[_PEFT_NAME].weight.detach().clone(),
-            layer.lora_B[_PEFT_NAME].weight.detach().clone(),
-            float(layer.scaling[_PEFT_NAME]),
-        )
-        for path, layer in layers.items()
-    }
+    return {path: _Delta.of(layer) for path, layer in layers.items()}
 
 
 @contextmanager
@@ -257,7 +291,7 @@ def _kept_as_it_is(model: Any) -> Iterator[None]:
     """Take out again what peft puts into a model, wherever it stopped."""
     modules = [(module, dict(module._modules)) for module in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    attributes = set(vars(model))
+    attributes = [(module, set(vars(module))) for module in model.modules()]
     try:
         yield
     finally:
@@ -266,8 +300,9 @@ def _kept_as_it_is(model: Any) -> Iterator[None]:
             module._modules.update(children)
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
-        for name in set(vars(model)) - attributes:
-            delattr(model, name)
+        for module, names in attributes:
+            for name in set(vars(module)) - names:
+                delattr(module, name)
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,48 +1,51 @@
 """One model over several processes: each has a part of every layer, and K/V of its own heads.
 
 transformers splits the weights by the model's ``tp_plan``. Every process runs the same engine over
-the same requests, and so plans the same steps; the first process picks the tokens for all. Only
-then do rounding errors, which may differ between processes, not make them disagree.
+the same requests (`chunkcache.engine.lockstep`), and so plans the same steps; the first process
+picks the tokens for all, lest rounding errors make them disagree.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from chunkcache.engine.config import ModelSpec
+from chunkcache.engine.executor import Picker, Runner, named
 from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.picker import Pick, Picked
+from chunkcache.engine.processes import FIRST, Processes
+from chunkcache.engine.runner import StepInput
 from chunkcache.errors import ChunkCacheError, InvalidConfigError
 
-_FIRST = 0
-# What stands after the tokens that are broadcast.
-_PLAIN, _WITH_EXTRAS, _FAILED = range(3)
-
-_Extras = tuple[list[dict[int, Logprob] | None], dict[int, str], set[int]]
+_Extras: TypeAlias = tuple[list[dict[int, Logprob] | None], dict[int, str], set[int]]
 
 
-class _Picker(Protocol):
-    def pick(self, logits: torch.Tensor, picks: Sequence[Pick]) -> Picked: ...
+def place_of_process(device: Any, size: int) -> torch.device:
+    """Return where this process's part of a model goes: its own CUDA device, if there are any.
 
-
-def check_processes(size: int) -> None:
-    """Check that there are ``size`` processes.
+    Args:
+        device: what the caller asks for, None for whatever there is.
+        size: number of processes.
 
     Raises:
-        InvalidConfigError: there are more or fewer.
+        InvalidConfigError: ``device`` is another kind, or one particular device.
     """
-    started = dist.is_available() and dist.is_initialized()
-    number = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
-    if number != size:
+    # transformers takes an accelerator wherever there is one.
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if device is not None and str(device) != kind:
         raise InvalidConfigError(
-            f"tensor_parallel_size is {size}, but there is a process group of {number}; start the "
-            f"program as {size} processes: torchrun --nproc-per-node {size}"
+            f"device is {str(device)!r}; allowed with tensor_parallel_size {size} on this machine "
+            f"is {kind!r}, of which each process takes its own"
         )
+    number = os.environ.get("LOCAL_RANK", "0")
+    return torch.device("cpu" if kind == "cpu" else f"cuda:{number}")
 
 
 def check_heads(config: Any, size: int) -> None:
@@ -96,60 +99,106 @@ def load_arguments(size: int) -> dict[str, Any]:
         ) from error
 
 
-def smallest(number: int, device: torch.device) -> int:
-    """Return the smallest of the numbers that the processes give."""
-    shared = torch.tensor([number], device=device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MIN)
-    return int(shared)
+def described(model: Any, tokenizer: Any | None) -> dict[str, str]:
+    """Return what has to be the same in all processes of a model; not where its files are."""
+    config = {**model.config.to_diff_dict(), "_name_or_path": None}
+    words = None if tokenizer is None else len(tokenizer)
+    return {"model": f"{type(model).__name__} {config}", "tokenizer": f"of {words} tokens"}
+
+
+def group_of(model: Any) -> Any:
+    """Return the process group over which the layers of a split model add up their parts."""
+    parts = (part for part in model.parameters() if isinstance(part, DTensor))
+    return next(parts).device_mesh.get_group()
+
+
+def break_off(model: Any) -> None:
+    """End collectives of a split model that wait for a process that is lost.
+
+    Those of gloo end when the process does, and nobody waits for them.
+    """
+    if model.device.type == "cuda":
+        group_of(model)._get_backend(model.device).abort()
+
+
+class SharedRunner:
+    """A runner whose failure the other processes are told of, which would wait for it."""
+
+    def __init__(self, runner: Runner, processes: Processes) -> None:
+        """Run by ``runner``."""
+        self._runner = runner
+        self._processes = processes
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids are expected."""
+        return self._runner.device
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Compute this process's part of a step; see `ModelRunner.run`."""
+        with reporting("the model step", self._processes):
+            return self._runner.run(step)
 
 
 class SharedPicker:
     """A picker whose picks are those of the first process in all of them."""
 
-    def __init__(self, picker: _Picker) -> None:
-        """Pick by ``picker`` in the first process."""
+    def __init__(self, picker: Picker, processes: Processes, group: Any) -> None:
+        """Pick by ``picker`` in the first process, and hand out the picks over ``group``."""
         self._picker = picker
-        self._is_first = dist.get_rank() == _FIRST
+        self._processes = processes
+        self._group = group
 
     def pick(self, logits: torch.Tensor, picks: Sequence[Pick]) -> Picked:
-        """Pick a token for each of ``picks``; see `TokenPicker.pick`.
+        """Pick a token for each of ``picks``; see `TokenPicker.pick`."""
+        with reporting("picking", self._processes):
+            # The tokens, and whether something else follows.
+            shared = torch.zeros(len(picks) + 1, dtype=torch.int64, device=logits.device)
+            if self._processes.is_first:
+                return self._send(self._picker.pick(logits, picks), shared)
 
-        Raises:
-            ChunkCacheError: picking failed in the first process.
-        """
-        shared = torch.zeros(len(picks) + 1, dtype=torch.int64, device=logits.device)
-        if not self._is_first:
-            return self._receive(shared)
-        try:
-            picked = self._picker.pick(logits, picks)
-        except BaseException as error:
-            shared[-1] = _FAILED
-            self._send(shared, str(error))
-            raise
-        shared[:-1] = picked.tokens
+            def is_plain(pick: Pick) -> bool:
+                state = pick.state
+                return state.takes_best or (logits.is_cuda and state.only_draws)
+
+            return self._receive(shared, not all(map(is_plain, picks)))
+
+    def _send(self, picked: Picked, shared: torch.Tensor) -> Picked:
         errors = {index: str(error) for index, error in picked.errors.items()}
-        extras: _Extras = (picked.logprobs, errors, picked.completes)
         has_extras = bool(errors or picked.completes or any(picked.logprobs))
-        shared[-1] = _WITH_EXTRAS if has_extras else _PLAIN
-        self._send(shared, extras if has_extras else None)
+        shared[:-1] = picked.tokens
+        shared[-1] = has_extras
+        dist.broadcast(shared, group=self._group, group_src=FIRST)
+        if has_extras:
+            self._hand_out((picked.logprobs, errors, picked.completes), shared.device)
         return picked
 
-    def _send(self, shared: torch.Tensor, extras: _Extras | str | None) -> None:
-        dist.broadcast(shared, _FIRST)
-        if extras is not None:
-            dist.broadcast_object_list([extras], _FIRST, device=shared.device)
-
-    def _receive(self, shared: torch.Tensor) -> Picked:
-        dist.broadcast(shared, _FIRST)
-        kind, tokens = int(shared[-1]), shared[:-1]
-        if kind == _PLAIN:
+    def _receive(self, shared: torch.Tensor, may_have_extras: bool) -> Picked:
+        dist.broadcast(shared, group=self._group, group_src=FIRST)
+        tokens = shared[:-1]
+        # Where nothing can follow, nothing waits for the device.
+        if not may_have_extras or not int(shared[-1]):
             return Picked(tokens, [None] * len(tokens))
-        objects: list[Any] = [None]
-        dist.broadcast_object_list(objects, _FIRST, device=shared.device)
-        if kind == _FAILED:
-            raise ChunkCacheError(f"picking failed in the first process: {objects[0]}")
-        logprobs, errors, completes = objects[0]
+        logprobs, errors, completes = self._hand_out(None, shared.device)
         failures: dict[int, Exception] = {
             index: ChunkCacheError(message) for index, message in errors.items()
         }
         return Picked(tokens, logprobs, failures, completes)
+
+    def _hand_out(self, extras: _Extras | None, device: torch.device) -> Any:
+        objects = [extras]
+        dist.broadcast_object_list(objects, group=self._group, group_src=FIRST, device=device)
+        return objects[0]
+
+
+@contextmanager
+def reporting(what: str, processes: Processes) -> Iterator[None]:
+    """Let the other processes know when ``what`` fails in this one."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, RuntimeError):
+            # Perhaps it failed for want of another process.
+            processes.notice()
+        processes.fail(f"{what} failed: {named(error)}")
+        raise

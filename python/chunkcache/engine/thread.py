@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from chunkcache.engine.core import Engine
 from chunkcache.engine.executor import named
+from chunkcache.engine.lockstep import LockstepEngine, Order
 from chunkcache.engine.mailbox import Letter, Mailbox, news_of, post, snapshot
 from chunkcache.engine.outputs import StreamOutput
 from chunkcache.engine.sequence import Request
@@ -22,9 +23,17 @@ class EngineThread:
     What others want of the engine comes as commands, which run between two steps.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Start the thread."""
+    def __init__(
+        self, engine: Engine | LockstepEngine, at_end: Callable[[], None] | None = None
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            engine: what it runs.
+            at_end: called in the thread, as the last thing.
+        """
         self._engine = engine
+        self._at_end = at_end
         self._active: dict[Mailbox, Request] = {}
         self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
@@ -37,8 +46,8 @@ class EngineThread:
         """Take a request in; its outputs go to ``mailbox``."""
 
         def command() -> None:
-            self._active[mailbox] = request
             self._engine.add([request])
+            self._active[mailbox] = request
 
         return self._submit(command)
 
@@ -86,6 +95,9 @@ class EngineThread:
         except BaseException as error:
             # What happens here was not foreseen, so nothing that the engine holds can be trusted.
             self._end_all(f"the engine's thread failed: {named(error)}", error)
+        finally:
+            if self._at_end is not None:
+                self._at_end()
 
     def _run_commands(self) -> None:
         with self._changed:
@@ -124,7 +136,9 @@ class EngineThread:
             if mailbox in self._active:
                 self._engine.abort([self._active.pop(mailbox)])
         if not self._active:
-            self._engine.settle()
+            # What fails here is the next caller's to hear.
+            with suppress(EngineError):
+                self._engine.settle()
 
     def _stop(self) -> None:
         requests = list(self._active.values())
@@ -146,6 +160,29 @@ class EngineThread:
         for _, future in commands:
             if future.set_running_or_notify_cancel():
                 future.set_exception(failure())
+
+
+class FollowingThread:
+    """Does in this process what the first one does with its engine.
+
+    Attributes:
+        ended: is done when that one has released its engine, or a process was lost.
+    """
+
+    def __init__(self, engine: LockstepEngine, make: Callable[[Order], Request]) -> None:
+        """Start the thread; ``make`` makes a request of this process from one of the first."""
+        self._engine = engine
+        self._make = make
+        self.ended: Future[None] = Future()
+        threading.Thread(target=self._run, name="chunkcache-follower", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._engine.follow(self._make)
+        except BaseException as error:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
 
 
 def _farewell(request: Request) -> Letter:
