@@ -1,10 +1,5 @@
 """Two processes that share a model: the outputs are those of one."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +7,16 @@ from typing import Any
 
 import peft
 import pytest
-import torch
 
 from chunkcache import InvalidConfigError
 from chunkcache.engine import LLM, EngineConfig, SamplingParams
 from chunkcache.engine.parallel import check_heads
+from support.parallel import random_prompts, save_adapter, serve_cases
 from tiny_models import CONFIGS, make_model, make_tokenizer
 
 # Two processes that import torch and transformers, on however many cores there are.
 pytestmark = pytest.mark.timeout(300)
 
-WORKER = Path(__file__).parents[1] / "support" / "parallel_worker.py"
 SPLIT = ["gemma2", "llama", "qwen2", "qwen3"]
 GREEDY = {"max_tokens": 12}
 SAMPLED = {"max_tokens": 10, "temperature": 1.0, "seed": 3, "n": 2, "repetition_penalty": 1.2}
@@ -35,12 +29,7 @@ ADAPTERS = {
 }
 
 
-def _prompt(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(300, (num_tokens,), generator=generator).tolist()
-
-
-PROMPTS = [_prompt(40, 0) + _prompt(3 + i, 1 + i) for i in range(3)]
+PROMPTS = random_prompts(3)
 
 
 def _case(model: Path, params: dict[str, Any], **options: Any) -> tuple[str, dict[str, Any]]:
@@ -65,12 +54,7 @@ def adapters(tmp_path_factory) -> dict[str, Path]:
     paths = {}
     for seed, (name, changes) in enumerate(ADAPTERS.items()):
         paths[name] = tmp_path_factory.mktemp(name)
-        torch.manual_seed(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = peft.LoraConfig(lora_alpha=8, init_lora_weights=False, **changes)
-            adapted = peft.get_peft_model(make_model(CONFIGS["llama"]()), config)
-            adapted.save_pretrained(paths[name])
+        save_adapter(paths[name], make_model(CONFIGS["llama"]()), seed, **changes)
     return paths
 
 
@@ -79,31 +63,7 @@ def serve(tmp_path_factory) -> Callable[..., list[dict[str, Any]]]:
     """Let two processes serve cases; return what each of them got."""
 
     def run(cases: dict[str, Any], codes: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("results")
-        (folder / "cases").write_text(json.dumps(cases))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(WORKER), str(folder / "cases"), str(folder / "result")]
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            printed = [process.communicate(timeout=250)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert tuple(process.returncode for process in processes) == codes, "\n".join(printed)
-        files = [folder / f"result.{rank}" for rank in range(2)]
-        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+        return serve_cases(tmp_path_factory.mktemp("results"), cases, codes)
 
     return run
 

@@ -11,17 +11,21 @@ import sys
 import warnings
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
+import transformers
 
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
+from chunkcache.engine.picker import TokenPicker
 
 GREEDY = {"max_tokens": 12}
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 def _llm(model: str, **options: Any) -> LLM:
-    return LLM(model, chunk_size=16, tensor_parallel_size=dist.get_world_size(), **options)
+    size = int(os.environ["WORLD_SIZE"])
+    return LLM(model, chunk_size=16, tensor_parallel_size=size, **options)
 
 
 def _message(call: Any) -> str:
@@ -79,7 +83,7 @@ def _streamed(model: str, prompts: list[list[int]]) -> list[int]:
 
 
 def _arguments_differ(model: str) -> str:
-    return _message(lambda: _llm(model, max_num_seqs=8 + dist.get_rank()))
+    return _message(lambda: _llm(model, max_num_seqs=8 + int(os.environ["RANK"])))
 
 
 def _requests_differ(model: str) -> list[str]:
@@ -116,7 +120,7 @@ def _dies(model: str, options: Any) -> str:
 
 def _asynchronous(model: str, prompts: list[list[int]]) -> Any:
     async def main() -> Any:
-        size = dist.get_world_size()
+        size = int(os.environ["WORLD_SIZE"])
         options = {"chunk_size": 16, "capacity": 24, "max_num_seqs": 6}
         async with AsyncLLM(model, tensor_parallel_size=size, **options) as llm:
             if dist.get_rank() == 0:
@@ -183,7 +187,7 @@ def _asynchronous_loss(model: str) -> str:
     """Let the second process die while callers of the first one wait."""
 
     async def main() -> str:
-        async with AsyncLLM(model, tensor_parallel_size=dist.get_world_size()) as llm:
+        async with AsyncLLM(model, tensor_parallel_size=int(os.environ["WORLD_SIZE"])) as llm:
             if dist.get_rank() == 1:
                 llm.llm.model.model.layers[1].mlp.forward = lambda _: os._exit(9)
                 await asyncio.sleep(60)
@@ -192,7 +196,57 @@ def _asynchronous_loss(model: str) -> str:
     return asyncio.run(main())
 
 
+def _on_devices(
+    model: str, prompts: list[list[int]], adapters: dict[str, str], options: Any
+) -> Any:
+    """Serve on CUDA devices, and compare each step's logits with the whole model's."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
+    whole = whole.to("cuda").eval()
+    llm = _llm(model, dtype="float16", lora_adapters=adapters, max_num_seqs=8, **options)
+    seen: dict[int, list[torch.Tensor]] = {}
+    pick = TokenPicker.pick
+
+    def watching(self: Any, logits: torch.Tensor, picks: Any) -> Any:
+        for each in picks:
+            seen.setdefault(id(each.state), []).append(logits[each.row].float().cpu())
+        return pick(self, logits, picks)
+
+    TokenPicker.pick = watching
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    requests = [llm.request(prompt, params) for prompt in prompts]
+    requests += [llm.request(prompts[0], params, lora=name) for name in adapters]
+    llm.engine.add(requests)
+    while llm.engine.num_unfinished:
+        llm.engine.step()
+    llm.check_accounts()
+    TokenPicker.pick = pick
+    errors = []
+    for request in requests:
+        adapted = whole
+        if request.lora is not None:
+            adapted = peft.PeftModel.from_pretrained(whole, adapters[request.lora])
+        (sequence,) = request.sequences
+        tokens = list(sequence.output.token_ids)
+        ids = torch.tensor([[*request.prompt_token_ids, *tokens[:-1]]], device="cuda")
+        with torch.inference_mode():
+            logits = adapted(input_ids=ids).logits[0, request.num_prompt_tokens - 1 :]
+        if request.lora is not None:
+            whole = adapted.unload()
+        if dist.get_rank() == 0:
+            expected = logits.float().cpu()
+            found = torch.stack(seen[id(sequence.state)][: len(tokens)])
+            error = (found - expected).abs().amax(1) / expected.abs().amax(1)
+            errors.append(float(error.max()))
+    return {
+        "tokens": [request.output.outputs[0].token_ids for request in requests],
+        "errors": errors,
+        "num_kv_heads": llm.spec.num_kv_heads,
+        "device": str(llm.model.device),
+    }
+
+
 KINDS = {
+    "on_devices": _on_devices,
     "served": _served,
     "adapted": _adapted,
     "refusal": _refusal,
@@ -210,7 +264,10 @@ KINDS = {
 def main(cases: str, results: str) -> None:
     """Serve every case."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        dist.init_process_group("gloo")
     with open(cases) as file:
         given = json.load(file)
     found = {}
@@ -221,7 +278,7 @@ def main(cases: str, results: str) -> None:
             warnings.filterwarnings("ignore", category=FutureWarning)
             warnings.filterwarnings("ignore", category=UserWarning, module="torch")
             found[name] = KINDS[kind](**arguments)
-        with open(f"{results}.{dist.get_rank()}", "w") as file:
+        with open(f"{results}.{os.environ['RANK']}", "w") as file:
             json.dump(found, file)
 
 
