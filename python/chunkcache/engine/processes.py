@@ -90,7 +90,7 @@ class Processes:
         self._noticed = threading.Event()
         self._losing = threading.Lock()
         self._sending = threading.Lock()
-        self._wake, self._woken = connection.Pipe()
+        self._has_left = False
         self._peers = self._connected(device)
         self._inboxes: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in self._peers}
         threading.Thread(target=self._listen, name="chunkcache-processes", daemon=True).start()
@@ -111,8 +111,8 @@ class Processes:
             EngineError: a process is lost.
         """
         self.check()
-        for rank, peer in self._peers.items():
-            self._send(rank, peer, ("news", message))
+        for peer in self._peers.values():
+            self._send(peer, ("news", message))
 
     def receive(self, rank: int = FIRST) -> Any:
         """Wait for what process ``rank`` tells next.
@@ -139,7 +139,7 @@ class Processes:
             values = [value, *(self.receive(rank) for rank in self._peers)]
             self.announce(values)
         else:
-            self._send(FIRST, self._peers[FIRST], ("news", value))
+            self._send(self._peers[FIRST], ("news", value))
             values = self.receive()
         return values
 
@@ -179,9 +179,10 @@ class Processes:
 
     def close(self) -> None:
         """Leave: the others are told that this is no failure. The second time does nothing."""
-        for rank, peer in self._peers.items():
-            self._send(rank, peer, ("left", None))
-        self._wake.send(None)
+        if not self._has_left:
+            self._has_left = True
+            for peer in self._peers.values():
+                self._send(peer, ("left", None))
 
     def _connected(self, device: torch.device) -> dict[int, _Connection]:
         if not self.is_first:
@@ -202,18 +203,17 @@ class Processes:
         dist.broadcast_object_list(values, FIRST, device=device)
         return values[0]
 
-    def _send(self, rank: int, peer: _Connection, message: tuple[str, Any]) -> None:
+    def _send(self, peer: _Connection, message: tuple[str, Any]) -> None:
         # What cannot be sent is no matter: who listens finds out why. Several threads may send.
         with self._sending, suppress(OSError):
             peer.send(message)
 
     def _listen(self) -> None:
-        """Take in what comes, until this process leaves or another one is lost."""
+        """Take in what comes, until all others have left or ended."""
+        # No connection is closed before: what is in it, unread, would be lost with it.
         open_peers = {peer: rank for rank, peer in self._peers.items()}
-        while open_peers and self._lost is None:
-            ready = connection.wait([self._woken, *open_peers])
-            if self._woken in ready:
-                break
+        while open_peers:
+            ready = connection.wait(list(open_peers))
             for peer, rank in list(open_peers.items()):
                 if peer not in ready:
                     continue
@@ -222,29 +222,26 @@ class Processes:
                     kind, message = peer.recv()
                 if kind == "news":
                     self._inboxes[rank].put((message,))
-                    continue
-                del open_peers[peer]
-                if kind == "left":
-                    self._inboxes[rank].put(None)
-                elif kind == "ended":
-                    time.sleep(_GRACE_SECONDS)
-                    self._lose(f"process {rank} has ended")
-                else:
+                elif kind == "lost":
                     self._lose(str(message))
+                else:
+                    del open_peers[peer]
+                    if kind == "ended" and not self._has_left:
+                        time.sleep(_GRACE_SECONDS)
+                        self._lose(f"process {rank} has ended")
+                    self._inboxes[rank].put(None)
         for peer in self._peers.values():
             peer.close()
-        for inbox in self._inboxes.values():
-            inbox.put(None)
 
     def _lose(self, reason: str) -> None:
         with self._losing:
-            if self._lost is not None:
+            if self._lost is not None or self._has_left:
                 return
             self._lost = reason
         self._noticed.set()
         for rank, peer in self._peers.items():
-            self._send(rank, peer, ("lost", reason))
-        self._wake.send(None)
+            self._send(peer, ("lost", reason))
+            self._inboxes[rank].put(None)
         if self._break_off is not None:
             _broken[self._group] = reason
             threading.Thread(target=self._break_off, daemon=True).start()
