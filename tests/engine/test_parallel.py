@@ -236,6 +236,21 @@ def test_a_particular_device_is_refused(folders) -> None:
         LLM(folders["llama"], tensor_parallel_size=2, device="cuda:1")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile_model": True}, "compile_model is True; allowed with tensor_parallel_size 2 is"),
+        (
+            {"kv_cache_dtype": "fp8", "k_scale": [[1.0]]},
+            "k_scale is a list; allowed with tensor_parallel_size 2 is None or a number",
+        ),
+    ],
+)
+def test_what_is_for_whole_models_is_refused(folders, options, message) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        LLM(folders["llama"], tensor_parallel_size=2, **options)
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(InvalidConfigError, match="its 4 query heads and 2 K/V heads"):
         check_heads(CONFIGS["llama"](), 4)

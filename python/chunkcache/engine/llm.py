@@ -85,6 +85,7 @@ class LLM:
         if size == 1:
             self._set_up(model, tokenizer, dtype, device, lora_adapters, None)
             return
+        parallel.check_options(self.config)
         place = parallel.place_of_process(device, size)
         start(size, place)
         processes = Processes(place)

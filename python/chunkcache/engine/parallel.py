@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from chunkcache.engine.config import ModelSpec
+from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.executor import Picker, Runner, named
 from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.picker import Pick, Picked
@@ -81,6 +81,23 @@ def check_split(model: Any, spec: ModelSpec, size: int) -> None:
             f"leaves {spec.num_kv_heads} of {num_kv_heads} K/V heads to each process; "
             f"allowed is 1 for this model"
         )
+
+
+def check_options(config: EngineConfig) -> None:
+    """Check that an engine's options are what a split model can be served with.
+
+    Raises:
+        InvalidConfigError: they are not.
+    """
+    split = f"with tensor_parallel_size {config.tensor_parallel_size}"
+    if config.compile_model:
+        raise InvalidConfigError(f"compile_model is True; allowed {split} is False")
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(config, name)
+        if scale is not None and not isinstance(scale, int | float):
+            raise InvalidConfigError(
+                f"{name} is a {type(scale).__name__}; allowed {split} is None or a number"
+            )
 
 
 def load_arguments(size: int) -> dict[str, Any]:
