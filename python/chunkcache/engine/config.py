@@ -39,8 +39,9 @@ class EngineConfig:
         enable_overlap: False plans the next step and makes text between two steps instead of beside
             them. What is computed is the same, bit for bit.
         tensor_parallel_size: processes over which the model and its K/V heads are split, by
-            transformers' ``tp_plan``. The program is started as that many (``torchrun``), and each
-            makes the same calls in the same order; all get the same outputs.
+            transformers' ``tp_plan``. The program is started as that many (``torchrun``), each of
+            which makes the same `LLM`, and the same calls of it in the same order; all get the
+            same outputs. For `AsyncLLM` see there. Each takes its own CUDA device if there is one.
         enable_cuda_graphs: False launches the kernels of a decode step one by one on a CUDA device,
             instead of replaying a recording (vLLM's ``enforce_eager``). No meaning on the CPU.
         compile_model: True lets torch.compile fuse the small operations of recorded decode steps

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,8 @@ from chunkcache.errors import ChunkCacheError
 
 # How long a step is awaited without a look at whether it can end at all.
 _CHECK_SECONDS = 0.25
+# A small part of what a step of several devices takes.
+_POLL_SECONDS = 50e-6
 
 
 class Runner(Protocol):
@@ -87,10 +89,14 @@ class RunningStep:
         """
         if self._run is not None and not self._future.done():
             self._run()
-        output = self._awaited()
+        try:
+            output = self._awaited()
+            tokens = output.tokens.wait(self._check)
+        except ChunkCacheError as error:
+            raise ModelStepError(str(error)) from error
+        except RuntimeError as error:
+            raise ModelStepError(f"the model step failed: {named(error)}") from error
         picked = output.picked
-        tokens = output.tokens.wait()
-        self._check_others()
         return StepResult(
             tokens,
             picked.logprobs,
@@ -102,17 +108,11 @@ class RunningStep:
         )
 
     def _awaited(self) -> _Output:
-        while self._check is not None and not self._future.done():
-            wait([self._future], _CHECK_SECONDS)
-            self._check_others()
-        return self._future.result()
-
-    def _check_others(self) -> None:
         if self._check is not None:
-            try:
+            while not self._future.done():
+                wait([self._future], _CHECK_SECONDS)
                 self._check()
-            except ChunkCacheError as error:
-                raise ModelStepError(str(error)) from error
+        return self._future.result()
 
 
 class StepExecutor:
@@ -249,16 +249,26 @@ class _HostTokens:
     def __init__(self, tokens: torch.Tensor) -> None:
         """Begin the copy, behind what the device has been given to do so far."""
         self._tokens = tokens
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         if tokens.is_cuda:
             self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.current_stream(tokens.device).record_event()
 
-    def wait(self) -> list[int]:
-        """Return the tokens when they are there, whatever the device does after them."""
+    def wait(self, check: Callable[[], None] | None) -> list[int]:
+        """Return the tokens when they are there, whatever the device does after them.
+
+        Args:
+            check: raises what is to end the wait; without it nothing does.
+        """
         if self._event is not None:
+            while check is not None and not self._event.query():
+                check()
+                time.sleep(_POLL_SECONDS)
             self._event.synchronize()
+        if check is not None:
+            # What a device gives that was broken off is nothing.
+            check()
         tokens: list[int] = self._tokens.tolist()
         return tokens
 
