@@ -165,8 +165,9 @@ class LLM:
         )
         self._seeds = np.random.default_rng(self.config.seed)
         self._next_request_id = 0
-        runner = self._runner(max_rows=min(self.config.max_num_seqs, token_budget))
-        picker: Picker = TokenPicker(runner.best_of)
+        own_runner = self._runner(max_rows=min(self.config.max_num_seqs, token_budget))
+        runner: Runner = own_runner
+        picker: Picker = TokenPicker(own_runner.best_of)
         if processes is not None:
             runner = parallel.SharedRunner(runner, processes)
             picker = parallel.SharedPicker(picker, processes, parallel.group_of(self.model))

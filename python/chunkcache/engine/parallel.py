@@ -173,12 +173,10 @@ class SharedPicker:
             shared = torch.zeros(len(picks) + 1, dtype=torch.int64, device=logits.device)
             if self._processes.is_first:
                 return self._send(self._picker.pick(logits, picks), shared)
-
-            def is_plain(pick: Pick) -> bool:
-                state = pick.state
-                return state.takes_best or (logits.is_cuda and state.only_draws)
-
-            return self._receive(shared, not all(map(is_plain, picks)))
+            states = [pick.state for pick in picks]
+            # What may fail, or tell more than a token, is what is picked on the host.
+            is_plain = all(s.takes_best or (logits.is_cuda and s.only_draws) for s in states)
+            return self._receive(shared, is_plain)
 
     def _send(self, picked: Picked, shared: torch.Tensor) -> Picked:
         errors = {index: str(error) for index, error in picked.errors.items()}
@@ -190,11 +188,11 @@ class SharedPicker:
             self._hand_out((picked.logprobs, errors, picked.completes), shared.device)
         return picked
 
-    def _receive(self, shared: torch.Tensor, may_have_extras: bool) -> Picked:
+    def _receive(self, shared: torch.Tensor, is_plain: bool) -> Picked:
         dist.broadcast(shared, group=self._group, group_src=FIRST)
         tokens = shared[:-1]
         # Where nothing can follow, nothing waits for the device.
-        if not may_have_extras or not int(shared[-1]):
+        if is_plain or not int(shared[-1]):
             return Picked(tokens, [None] * len(tokens))
         logprobs, errors, completes = self._hand_out(None, shared.device)
         failures: dict[int, Exception] = {
