@@ -1,8 +1,9 @@
 """Attention over any plan, and the partial states that it is made of.
 
 `run` attends over pages that others lay out (vLLM, SGLang, FlashInfer), for a plan that
-`plan_from_block_tables` or `plan_from_csr` makes from their tables; prefixes that sequences share
-are found by equal leading page ids. `ChunkCache.attend` does the same over its own K/V.
+`plan_from_block_tables` or `plan_from_csr` makes from their tables, or step after step a
+`BlockTablePlanner`; prefixes that sequences share are found by equal leading page ids.
+`ChunkCache.attend` does the same over its own K/V.
 
 A partial result over some of the keys is a state `(o, lse)`: the normalised output and the natural
 logarithm of the sum of the exponentials of the scores, after scale and cap, in float32. The state
@@ -15,74 +16,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chunkcache import _arrays, _core
-from chunkcache._arrays import Expected, Tensor, View, int_array, view
+from chunkcache._arrays import Expected, Tensor, View, view
 from chunkcache._core import Plan
 from chunkcache._types import Isa, KvLayout, Sharing
+from chunkcache.block_tables import BlockTablePlanner as BlockTablePlanner
+from chunkcache.block_tables import plan_from_block_tables as plan_from_block_tables
+from chunkcache.block_tables import plan_from_csr as plan_from_csr
 from chunkcache.errors import InvalidConfigError
 from chunkcache.kernels import frontend, tensors
 from chunkcache.kernels.scales import check_unused
 
 _DTYPES = tuple(_arrays.ITEM_SIZES)
 
-#: Tokens of a sequence, and so of a page, at most: positions are of 31 bits.
-_MAX_POSITIONS = 2**31 - 1
-
 
 def available_isas() -> list[Isa]:
     """Return the instruction sets that kernels exist for and this processor has, fastest last."""
     return _core.available_isas()
-
-
-def plan_from_block_tables(
-    block_table: Any, seq_lens: Any, page_size: int, qo_indptr: Any = None
-) -> Plan:
-    """Plan a step over a paged cache that others manage, from vLLM's tables.
-
-    Args:
-        block_table: page ids, integers `[sequences, width]`; entries after a sequence's pages are
-            not read.
-        seq_lens: tokens of each sequence, this step's included, integers `[sequences]`.
-        page_size: tokens per page.
-        qo_indptr: sequence i has the rows `qo_indptr[i]` to `qo_indptr[i + 1]` of q, which stand
-            for its last tokens, integers `[sequences + 1]`; by default one row each.
-
-    Raises:
-        InvalidConfigError: tables that do not fit each other, negative ids or lengths, or more rows
-            than a sequence has tokens.
-    """
-    return _core.plan_from_block_tables(
-        int_array("block_table", block_table, 2),
-        int_array("seq_lens", seq_lens, 1, _MAX_POSITIONS),
-        page_size,
-        None if qo_indptr is None else int_array("qo_indptr", qo_indptr, 1),
-    )
-
-
-def plan_from_csr(
-    kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, page_size: int, qo_indptr: Any = None
-) -> Plan:
-    """Plan a step over a paged cache that others manage, from FlashInfer's tables.
-
-    Args:
-        kv_indptr: sequence i has the pages `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`, integers
-            `[sequences + 1]`.
-        kv_indices: page ids, integers.
-        kv_last_page_len: tokens in the last page of each sequence, integers `[sequences]`.
-        page_size: tokens per page.
-        qo_indptr: sequence i has the rows `qo_indptr[i]` to `qo_indptr[i + 1]` of q, which stand
-            for its last tokens, integers `[sequences + 1]`; by default one row each.
-
-    Raises:
-        InvalidConfigError: tables that do not fit each other, negative ids or lengths, or more rows
-            than a sequence has tokens.
-    """
-    return _core.plan_from_csr(
-        int_array("kv_indptr", kv_indptr, 1),
-        int_array("kv_indices", kv_indices, 1),
-        int_array("kv_last_page_len", kv_last_page_len, 1, _MAX_POSITIONS),
-        page_size,
-        None if qo_indptr is None else int_array("qo_indptr", qo_indptr, 1),
-    )
 
 
 def run(

@@ -39,6 +39,29 @@ def test_run_over_block_tables(layout, dtype):
     assert float((lse.cpu() - ref_lse).abs().max()) < 1e-2
 
 
+@pytest.mark.parametrize("only_grew", [False, True])
+def test_run_over_block_tables_that_grow(only_grew):
+    page_size, heads, d = 16, 2, 64
+    table = block_tables(6, 5, 6)
+    lengths = np.array([81, 100, 120, 97, 113, 82])
+    shape = (int(table.max()) + 1, page_size, heads, d)
+    k, v = (torch.randn(shape, device="cuda").half() for _ in range(2))
+    planner = attention.BlockTablePlanner(page_size)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for step in range(40):
+        q = torch.randn(6, 8 if step < 30 else 4, d, device="cuda").half()
+        plan = planner.plan(table, lengths + step, only_grew=only_grew)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[step // 3 % 2]):
+            out = attention.run(plan, q, k, v)
+            again = attention.run(plan, q, k, v)
+        torch.cuda.synchronize()
+        assert torch.equal(out, again)
+        cpu = [x.float().cpu() for x in (q, k, v)]
+        ref = attention.run(attention.plan_from_block_tables(table, lengths + step, 16), *cpu)
+        assert error(out.cpu(), ref.double()) < 1e-3
+
+
 def test_a_closed_plan_is_refused():
     plan = attention.plan_from_block_tables(np.array([[0]]), np.array([3]), 16)
     k = torch.zeros(1, 16, 1, 64, dtype=torch.float16, device="cuda")

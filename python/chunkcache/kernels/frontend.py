@@ -1,7 +1,8 @@
 """The kernels on torch CUDA tensors: attention over any plan, K/V writes, merges of states.
 
 Work goes to torch's current stream; nothing here synchronises with the device, but for the first
-use of a plan, whose tables are copied then. (Under CUDA-graph capture, use the plan once before.)
+use of a plan that no planner made, whose tables are copied then. (Under CUDA-graph capture, use the
+plan once before.)
 """
 
 import struct
@@ -16,6 +17,7 @@ from chunkcache._core import Plan
 from chunkcache.errors import InvalidConfigError, StalePlanError
 from chunkcache.kernels.costs import costs_of
 from chunkcache.kernels.driver import Launch, load
+from chunkcache.kernels.followed import followed_tables
 from chunkcache.kernels.params import Operands, Scores, Strides
 from chunkcache.kernels.scales import check_unused, head_scales
 from chunkcache.kernels.table import find
@@ -153,7 +155,13 @@ def run(plan: Plan, q: Any, kv: PagedKv, options: Options, out: Any, lse: Any) -
     with torch.cuda.device(kv.k.device):
         call = prepare(plan.num_rows, q, kv, options, out, lse)
         attention = attention_of(kv, call.q)
-        tables = device_tables(plan, attention, stream_of(attention.device))
+        stream = stream_of(attention.device)
+        tables: Tables
+        if (planner := plan.planner) is not None:
+            followed = followed_tables(planner, attention.device)
+            tables = followed.bring_to(planner, plan, attention, stream)
+        else:
+            tables = device_tables(plan, attention, stream)
         launch(attention, tables, kv, call, options)
     return call.result(options)
 

@@ -6,9 +6,9 @@ structure is that of the step before copies nothing, and that launch advances it
 """
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from chunkcache._core import DeviceCache, Plan
+from chunkcache._core import BlockTablePlanner, DeviceCache, Plan
 from chunkcache.kernels.driver import Launch, limits, load
 from chunkcache.kernels.exposed import int64_words
 from chunkcache.kernels.params import TableAddresses
@@ -18,6 +18,10 @@ from chunkcache.kernels.tpp import NOT_WRITTEN, DeviceWords
 
 _NUM_ITEMS = 13  # words of the header before the number of items (rust/core/src/plan/layout.rs)
 _THREADS = 1024
+
+
+#: Who has the tables of plans: a cache, or a planner over block tables.
+TableHost: TypeAlias = DeviceCache | BlockTablePlanner
 
 
 class TableLayout(NamedTuple):
@@ -44,12 +48,12 @@ class TableState(NamedTuple):
     num_slots: int
 
     @classmethod
-    def of(cls, host: DeviceCache, plan: Plan) -> "TableState":
+    def of(cls, host: TableHost, plan: Plan) -> "TableState":
         """Return the state of a plan's tables.
 
         Raises:
             StalePlanError: the plan is closed, or its tables serve a later one.
-            InvalidConfigError: not a plan of this cache.
+            InvalidConfigError: not a plan of this host.
         """
         image_id, version, layout, num_qo_heads, num_slots = host.tables(plan)
         return cls(image_id, version, TableLayout(*layout), num_qo_heads, num_slots)
@@ -70,6 +74,7 @@ class Workspace:
         num_slots = -(-num_slots // 8) * 8
         self.num_slots = num_slots
         self.num_qo_heads = num_qo_heads
+        self.head_dim = head_dim
         self._queue = DeviceWords(device, 4 * (2 + limits(device).num_multiprocessors))
         self._lse_bytes = -(-4 * num_slots * (head_dim // 16) // 256) * 256
         self._partials = DeviceWords(device, self._lse_bytes + 4 * num_slots * head_dim)
@@ -146,11 +151,11 @@ class DeviceImage:
         )
         self._apply = Launch(load(find("apply_tables"), device, 0), 1, _THREADS, 0, params)
 
-    def send(self, host: DeviceCache, plan: Plan, state: TableState, stream: int) -> None:
+    def send(self, host: TableHost, plan: Plan, state: TableState, stream: int) -> None:
         """Copy what changed since the tables that the image holds; the next `apply` applies it.
 
         Args:
-            host: the cache's half on the host.
+            host: who has the plan's tables.
             plan: the step.
             state: of its tables.
             stream: handle of the stream.

@@ -15,9 +15,10 @@ use crate::options::{Options, kept_workers};
 use crate::plan::PyPlan;
 
 /// Somebody else's integers, contiguous int64.
-type Indices = PyBuffer<i64>;
+pub type Indices = PyBuffer<i64>;
 
-fn slice(indices: &Indices) -> &[i64] {
+/// The integers.
+pub fn slice(indices: &Indices) -> &[i64] {
     // SAFETY: the export keeps the array in place; it was made for this call.
     indices.as_slice_ptr().map_or(&[], |slice| unsafe { slice.as_ref() })
 }

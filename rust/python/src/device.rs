@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use chunkcache::error::{Error, Result};
 use chunkcache::kv::independent_runs;
-use chunkcache::plan::{DeviceCosts, Layout, WorkLimits};
+use chunkcache::plan::{Cutter, DeviceCosts, Image, Layout, WorkLimits};
 use chunkcache::pool::KvLayout;
 use chunkcache::tree::{PrefixTree, SeqHandle, TreeConfig};
 use pyo3::prelude::*;
@@ -157,15 +157,11 @@ impl DeviceCache {
     /// Raises:
     ///     StalePlanError: the plan is closed, or its tables serve a later one.
     ///     InvalidConfigError: not a plan of this cache.
-    fn tables(&self, py: Python<'_>, plan: &PyPlan) -> PyResult<(u64, u64, [usize; 9], u32, u32)> {
+    fn tables(&self, py: Python<'_>, plan: &PyPlan) -> PyResult<TableState> {
         plan.check_is_of(&self.shared).into_python(py)?;
         plan.with_planner(|plan, planner| {
-            let image = planner.image();
-            plan.check(image.version())?;
-            let cutter = planner.cutter();
-            let num_qo_heads = cutter.map_or(0, |cutter| cutter.shape().num_qo_heads());
-            let num_slots = cutter.map_or(0, |cutter| cutter.work().num_slots);
-            Ok((image.id(), image.version(), offsets(image.layout()), num_qo_heads, num_slots))
+            plan.check(planner.image().version())?;
+            Ok(table_state(planner.image(), planner.cutter()))
         })
         .into_python(py)
     }
@@ -207,20 +203,10 @@ impl DeviceCache {
     ) -> PyResult<usize> {
         plan.check_is_of(&self.shared).into_python(py)?;
         let staged = plan.with_planner(|plan, planner| {
-            let image = planner.image();
-            plan.check(image.version())?;
-            let diff = image.diff_for(held.0, held.1);
-            if diff.advance && diff.is_empty() {
-                return Ok(0);
-            }
-            if num_words <= diff.patch_words() {
-                let allowed = format!("{} or more", diff.patch_words() + 1);
-                return Err(Error::invalid("num_words", num_words, allowed));
-            }
+            plan.check(planner.image().version())?;
             // SAFETY: the caller in Python owns the memory, and no one else uses it meanwhile.
             let words = unsafe { std::slice::from_raw_parts_mut(address as *mut u32, num_words) };
-            words[0] = step;
-            Ok(1 + image.write_patch(&diff, &mut words[1..])?)
+            stage(planner.image(), held, words, step)
         });
         let num_words = staged.into_python(py)?;
         if num_words > 0 {
@@ -267,6 +253,34 @@ impl DeviceCache {
             }
         })
     }
+}
+
+/// What `DeviceCache.tables` returns.
+pub type TableState = (u64, u64, [usize; 9], u32, u32);
+
+/// What the device has to know of tables.
+pub fn table_state(image: &Image, cutter: Option<&Cutter>) -> TableState {
+    let num_qo_heads = cutter.map_or(0, |cutter| cutter.shape().num_qo_heads());
+    let num_slots = cutter.map_or(0, |cutter| cutter.work().num_slots);
+    (image.id(), image.version(), offsets(image.layout()), num_qo_heads, num_slots)
+}
+
+/// Writes the number of a step and the patch for a copy that holds `held` to `words`; returns how
+/// many: 0, with nothing written, if the copy gets there by advancing its lengths.
+///
+/// # Errors
+/// [`Error::InvalidConfig`] for too few words.
+pub fn stage(image: &Image, held: (u64, u64), words: &mut [u32], step: u32) -> Result<usize> {
+    let diff = image.diff_for(held.0, held.1);
+    if diff.advance && diff.is_empty() {
+        return Ok(0);
+    }
+    if words.len() <= diff.patch_words() {
+        let allowed = format!("{} or more", diff.patch_words() + 1);
+        return Err(Error::invalid("num_words", words.len(), allowed));
+    }
+    words[0] = step;
+    Ok(1 + image.write_patch(&diff, &mut words[1..])?)
 }
 
 fn offsets(layout: &Layout) -> [usize; 9] {

@@ -3,6 +3,7 @@
 mod args;
 mod arrays;
 mod attention;
+mod blocks;
 mod described;
 mod device;
 mod errors;
@@ -25,6 +26,8 @@ mod _core {
     use crate::attention::{
         available_isas, merge_states, partial_attention, plan_from_block_tables, plan_from_csr, run,
     };
+    #[pymodule_export]
+    use crate::blocks::PyBlockTablePlanner;
     #[pymodule_export]
     use crate::device::DeviceCache;
     #[pymodule_export]

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use crate::args::IntoPython;
+use crate::blocks::PyBlockTablePlanner;
 use crate::numpy::{int64_array, uint32_array};
 use crate::results::{Committed, Inherited};
 use crate::shared::{LONG, Shared};
@@ -23,9 +24,40 @@ enum Tables {
 
 /// An open plan and its tables; none once they serve a later plan.
 #[derive(Debug)]
-struct Open {
+pub struct Open {
     plan: Plan,
     tables: Option<Tables>,
+}
+
+/// Where the state of a plan is: the plan has it, and who may take its tables for the next one.
+pub type OpenPlan = RwLock<Option<Open>>;
+
+/// Takes the planner of block tables out of an open plan, if it is still there.
+pub fn take_blocks(open: &OpenPlan) -> Option<Box<BlockTablePlanner>> {
+    let mut open = open.write().unwrap_or_else(PoisonError::into_inner);
+    let tables = &mut open.as_mut()?.tables;
+    match tables.take()? {
+        Tables::Blocks(planner) => Some(planner),
+        tree @ Tables::Tree(_) => {
+            *tables = Some(tree);
+            None
+        }
+    }
+}
+
+/// Gives a plan the planner back that was taken out of it; returns it if that is closed meanwhile.
+pub fn put_blocks(
+    open: &OpenPlan,
+    planner: Box<BlockTablePlanner>,
+) -> Option<Box<BlockTablePlanner>> {
+    let mut open = open.write().unwrap_or_else(PoisonError::into_inner);
+    match open.as_mut() {
+        Some(open) => {
+            open.tables = Some(Tables::Blocks(planner));
+            None
+        }
+        None => Some(planner),
+    }
 }
 
 /// A plan's rows, which outlive it.
@@ -51,9 +83,11 @@ struct Arrays {
 /// is committed or closed. As a context manager it closes itself.
 #[pyclass(frozen, weakref, name = "Plan", module = "chunkcache")]
 pub struct PyPlan {
-    open: RwLock<Option<Open>>,
+    open: Arc<OpenPlan>,
     /// The tree of the plan; none over block tables.
     shared: Option<Arc<Shared>>,
+    /// The planner that has the tables back when the plan ends.
+    planner: Option<Py<PyBlockTablePlanner>>,
     epoch: u64,
     rows: Rows,
     arrays: PyOnceLock<Arrays>,
@@ -123,8 +157,8 @@ impl PyPlan {
             qo_indptr: plan.qo_indptr().iter().map(|&row| row.into()).collect(),
         };
         let epoch = plan.epoch();
-        let open = RwLock::new(Some(Open { plan, tables: Some(tables) }));
-        Self { open, shared, epoch, rows, arrays: PyOnceLock::new() }
+        let open = Arc::new(RwLock::new(Some(Open { plan, tables: Some(tables) })));
+        Self { open, shared, planner: None, epoch, rows, arrays: PyOnceLock::new() }
     }
 
     /// A step of a tree.
@@ -142,6 +176,22 @@ impl PyPlan {
     /// A step of somebody else's paged cache.
     pub fn over_blocks(planner: BlockTablePlanner, plan: Plan) -> Self {
         Self::new(plan, Tables::Blocks(Box::new(planner)), None)
+    }
+
+    /// A step of somebody else's paged cache, whose tables go back to a planner.
+    pub fn of_planner(
+        owner: Py<PyBlockTablePlanner>,
+        planner: Box<BlockTablePlanner>,
+        plan: Plan,
+    ) -> Self {
+        let mut made = Self::new(plan, Tables::Blocks(planner), None);
+        made.planner = Some(owner);
+        made
+    }
+
+    /// Where the state of the plan is.
+    pub fn open(&self) -> &Arc<OpenPlan> {
+        &self.open
     }
 
     /// Runs `work` on the tables and the slots, for a thread without the GIL; closing the plan
@@ -180,6 +230,25 @@ impl PyPlan {
         }
     }
 
+    /// Runs `work` on the plan and the planner of its block tables.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`] if the plan is closed or its tables serve a later one;
+    /// [`Error::InvalidConfig`] for a plan of a tree.
+    pub fn with_blocks<T>(
+        &self,
+        work: impl FnOnce(&mut Plan, &mut BlockTablePlanner) -> Result<T>,
+    ) -> Result<T> {
+        let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
+        match open.as_mut() {
+            Some(Open { plan, tables: Some(Tables::Blocks(planner)) }) => work(plan, planner),
+            Some(Open { tables: Some(Tables::Tree(_)), .. }) => {
+                Err(Error::invalid("plan", "a plan of a tree", "a plan over block tables"))
+            }
+            _ => Err(self.stale()),
+        }
+    }
+
     /// Takes the planner out of an open plan of a tree, if it is still there.
     pub fn take_planner(&self) -> Option<Planner> {
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
@@ -198,6 +267,15 @@ impl PyPlan {
         match &self.shared {
             Some(own) if Arc::ptr_eq(own, shared) => Ok(()),
             _ => Err(Error::invalid("plan", "a plan of something else", "a plan of this cache")),
+        }
+    }
+
+    /// Closes a plan over block tables.
+    fn end_blocks(&self) {
+        let planner = take_blocks(&self.open);
+        self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+        if let (Some(owner), Some(planner)) = (&self.planner, planner) {
+            owner.get().keep(planner);
         }
     }
 
@@ -220,7 +298,7 @@ impl PyPlan {
     fn end(&self, py: Python<'_>, how: End) -> PyResult<Option<Committed>> {
         let lock = || self.open.write().unwrap_or_else(PoisonError::into_inner);
         let Some(shared) = &self.shared else {
-            py.detach(|| lock().take());
+            py.detach(|| self.end_blocks());
             return Ok(None);
         };
         let committed = shared.with(py, true, |state| {
@@ -246,8 +324,9 @@ fn step_of(open: &Option<Open>) -> Option<StepId> {
 
 impl Drop for PyPlan {
     fn drop(&mut self) {
-        let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let (Some(shared), Some(step)) = (&self.shared, step_of(open)) {
+        let Some(shared) = &self.shared else { return self.end_blocks() };
+        let step = step_of(&self.open.write().unwrap_or_else(PoisonError::into_inner));
+        if let Some(step) = step {
             shared.with_on_drop(|state| state.abandon(step));
         }
     }
@@ -272,6 +351,12 @@ impl PyPlan {
     #[getter]
     fn qo_indptr(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         Ok(self.arrays(py)?.qo_indptr.clone_ref(py))
+    }
+
+    /// The planner over block tables that made the plan; None for other plans.
+    #[getter]
+    fn planner(&self, py: Python<'_>) -> Option<Py<PyBlockTablePlanner>> {
+        self.planner.as_ref().map(|planner| planner.clone_ref(py))
     }
 
     /// Rows of q and of the output, padding included.

@@ -216,15 +216,7 @@ impl State {
 /// not the reason.
 fn larger_work(planner: &Planner) -> Option<WorkLimits> {
     let (needed, held) = (planner.work_needed()?, planner.image().layout().work);
-    let larger = |needed: u32, held: u32| match needed > held {
-        true => needed.checked_next_power_of_two().unwrap_or(needed),
-        false => held,
-    };
-    let work = WorkLimits {
-        max_items: larger(needed.max_items, held.max_items),
-        max_rows: larger(needed.max_rows, held.max_rows),
-        max_merges: larger(needed.max_merges, held.max_merges),
-    };
+    let work = held.enlarged(needed);
     (work != held).then_some(work)
 }
 

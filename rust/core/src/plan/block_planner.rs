@@ -2,12 +2,20 @@
 
 use super::image::{Image, check_page_size};
 use super::indices::{Index, MAX_QO_ROWS, check_ids, parse_indptr, same_ids};
-use super::layout::Limits;
+use super::items::{Cutter, room_of};
+use super::layout::{Limits, WorkLimits};
 use super::page_table::{PageRow, PageTable};
 use super::shared_pages::SharedPages;
 use super::step::Plan;
 use super::view::{NONE, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
+
+/// Pages of work items are a multiple of so many tokens.
+pub(super) const ITEM_PAGE_SIZE: u32 = 16;
+
+/// Capacities of work items that tables get at least, if they get any.
+const USUAL_WORK: WorkLimits =
+    WorkLimits { max_items: 1 << 13, max_rows: 1 << 10, max_merges: 1 << 14 };
 
 /// Keeps the tables of the steps of a paged cache that others manage.
 ///
@@ -21,6 +29,8 @@ pub struct BlockTablePlanner {
     max_pages: u32,
     shared: SharedPages,
     held: Vec<Held>,
+    /// Cuts the steps into work items, once it is set.
+    cutter: Option<Box<Cutter>>,
     /// A buffer for the ids of one sequence.
     ids: Vec<u32>,
 }
@@ -61,8 +71,63 @@ impl BlockTablePlanner {
         let max_segments = max_sequences.saturating_mul(2);
         let limits = Limits { max_sequences, max_segments, max_page_ids };
         let image = Image::new(page_size, limits)?;
-        let (held, ids) = (Vec::new(), Vec::new());
-        Ok(Self { image, page_size, max_pages, shared: SharedPages::default(), held, ids })
+        Ok(Self {
+            image,
+            page_size,
+            max_pages,
+            shared: SharedPages::default(),
+            held: Vec::new(),
+            cutter: None,
+            ids: Vec::new(),
+        })
+    }
+
+    /// Tokens per page.
+    pub fn page_size(&self) -> u32 {
+        self.page_size
+    }
+
+    /// Pages of one sequence at most.
+    pub fn max_pages(&self) -> u32 {
+        self.max_pages
+    }
+
+    /// The cutter of the steps' work items, once it is set.
+    pub fn cutter(&self) -> Option<&Cutter> {
+        self.cutter.as_deref()
+    }
+
+    /// Cuts the current step, that of `plan`, and those to come into work items, which then are in
+    /// the same tables. Where these have no room for them they get larger ones, as they do for
+    /// later steps: another image.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`] if the plan is not the current one; [`Error::InvalidConfig`] for pages
+    /// that are no multiple of 16 tokens, and for tables that would pass 2^32 words.
+    pub fn set_cutter(&mut self, plan: &mut Plan, cutter: Cutter) -> Result<()> {
+        plan.check(self.image.version())?;
+        if !self.page_size.is_multiple_of(ITEM_PAGE_SIZE) {
+            return Err(Error::invalid("page_size", self.page_size, "a multiple of 16"));
+        }
+        self.make_room(&cutter)?;
+        self.image.begin_amendment();
+        self.cutter.insert(Box::new(cutter)).recut(&mut self.image);
+        plan.set_epoch(self.image.version());
+        Ok(())
+    }
+
+    fn make_room(&mut self, cutter: &Cutter) -> Result<()> {
+        let held = self.image.layout().work;
+        let room = room_of(&self.image.view(), &cutter.shape());
+        if room.check(&held).is_ok() && held.max_items > 0 {
+            return Ok(());
+        }
+        let needed = room
+            .limits()
+            .ok_or_else(|| Error::invalid("batch", "a step of 2^32 work items or more", "fewer"))?;
+        // Finer cuts than the coarsest are to fit, and the next steps.
+        self.image = self.image.with_room(USUAL_WORK.enlarged(held).enlarged(needed))?;
+        Ok(())
     }
 
     /// The tables.
@@ -111,6 +176,7 @@ impl BlockTablePlanner {
     ) -> Result<Plan> {
         let rows = table.rows(self.page_size)?;
         let qo_indptr = self.check(&rows, qo_indptr)?;
+        let same_rows = self.has_rows(&qo_indptr);
         let only_grew = self.held.len() == rows.len()
             && self.held.iter().enumerate().zip(&rows).all(|((index, held), row)| {
                 let full = (held.kv_len / self.page_size) as usize;
@@ -132,13 +198,41 @@ impl BlockTablePlanner {
             self.ids.extend(row.pages[kept..].iter().map(|&id| id.try_into().unwrap_or(NONE)));
             self.image.set_page_ids(index * self.max_pages as usize + kept, &self.ids);
         }
-        if only_grew {
-            self.grow(&rows);
-        } else {
-            self.restructure(&rows);
-        }
+        let is_same = if only_grew { self.grow(&rows) } else { self.restructure(&rows) };
         self.write_sequences(&qo_indptr);
+        self.update_items(is_same && same_rows, &kept)?;
         Ok(Plan::new(&self.image, qo_indptr, None))
+    }
+
+    /// Whether the sequences of the last step had these rows.
+    fn has_rows(&self, qo_indptr: &[u32]) -> bool {
+        let view = self.image.view();
+        let has = |(row, span): (&SequenceRow, &[u32])| {
+            (row.qo_begin, row.qo_len) == (span[0], span[1] - span[0])
+        };
+        view.order.len() + 1 == qo_indptr.len()
+            && view.sequences.iter().zip(qo_indptr.windows(2)).all(has)
+    }
+
+    /// Brings the work items up to date. `keeps` says that no segment has come or gone since the
+    /// last step, and the first `kept[i]` pages of sequence `i` are those that it had.
+    fn update_items(&mut self, keeps: bool, kept: &[usize]) -> Result<()> {
+        let Some(mut cutter) = self.cutter.take() else { return Ok(()) };
+        let image = &mut self.image;
+        let is_kept = keeps
+            && cutter.is_steady(&image.view())
+            && self.held.iter().zip(kept).enumerate().all(|(index, (held, &kept))| {
+                // The page after those may be another one now, even where none was added.
+                let first = (kept as u32).max(held.num_shared) - held.num_shared;
+                let end = held.num_pages - held.num_shared;
+                first >= end || cutter.grow(image, index as u32, first, end)
+            });
+        if !is_kept {
+            self.make_room(&cutter)?;
+            cutter.recut(&mut self.image);
+        }
+        self.cutter = Some(cutter);
+        Ok(())
     }
 
     /// Checks what the tables' capacities and the queries ask of the batch.
@@ -178,8 +272,9 @@ impl BlockTablePlanner {
         &self.image.view().page_ids[begin..begin + num_pages]
     }
 
-    /// Longer sequences, same shared pages.
-    fn grow<T>(&mut self, rows: &[PageRow<'_, T>]) {
+    /// Longer sequences, same shared pages. Whether the segments are those that there were.
+    fn grow<T>(&mut self, rows: &[PageRow<'_, T>]) -> bool {
+        let mut is_same = true;
         for (index, row) in rows.iter().enumerate() {
             let held = &mut self.held[index];
             let had_own_pages = held.has_own_pages();
@@ -190,11 +285,14 @@ impl BlockTablePlanner {
             if is_new {
                 let num_segments = self.image.view().segment_order.len();
                 self.image.set_segment_order(num_segments, &[index as u32]);
+                is_same = false;
             }
         }
+        is_same
     }
 
-    fn restructure<T>(&mut self, rows: &[PageRow<'_, T>]) {
+    /// Finds the shared pages anew; false, since the segments are others.
+    fn restructure<T>(&mut self, rows: &[PageRow<'_, T>]) -> bool {
         let view = self.image.view();
         let (page_size, max_pages) = (self.page_size, self.max_pages as usize);
         self.shared.find(rows.len(), |sequence| {
@@ -241,6 +339,7 @@ impl BlockTablePlanner {
         }
         self.image.set_segment_order(0, &segment_order);
         self.image.set_order(&self.shared.order);
+        false
     }
 
     /// Writes the segment of the pages that sequence `index` has for itself, if it has any.

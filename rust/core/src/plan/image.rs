@@ -44,7 +44,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::indices::common_prefix;
 use super::items::{ItemRow, Work};
-use super::layout::{Layout, Limits, WorkLimits, header};
+use super::layout::{HEADER_WORDS, Layout, Limits, WorkLimits, header};
 use super::view::{PlanView, Row, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
 use crate::tree::MAX_CHUNK_SIZE;
@@ -128,6 +128,24 @@ impl Image {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         Ok(Self { id, words, layout, version: 1, journal: VecDeque::new(), advanced_at })
+    }
+
+    /// The same tables with other capacities for work items, and no items: an image of its own, at
+    /// the same version.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] if it would pass 2^32 words.
+    pub(super) fn with_room(&self, work: WorkLimits) -> Result<Self> {
+        let page_size = self.words[header::PAGE_SIZE];
+        let mut image = Self::with_work(page_size, self.layout.limits, work)?;
+        // The context tables lie before the items, where they lay.
+        let tables = HEADER_WORDS..self.layout.items;
+        image.words[tables.clone()].copy_from_slice(&self.words[tables]);
+        for index in [header::NUM_QO_ROWS, header::NUM_SEQUENCES, header::NUM_SEGMENTS] {
+            image.words[index] = self.words[index];
+        }
+        image.version = self.version;
+        Ok(image)
     }
 
     /// A number that no other image of the process has, for copies that follow several.

@@ -61,6 +61,21 @@ pub struct WorkLimits {
     pub max_merges: u32,
 }
 
+impl WorkLimits {
+    /// These capacities, and powers of two where `needed` has more.
+    pub fn enlarged(self, needed: Self) -> Self {
+        let larger = |needed: u32, held: u32| match needed > held {
+            true => needed.checked_next_power_of_two().unwrap_or(needed),
+            false => held,
+        };
+        Self {
+            max_items: larger(needed.max_items, self.max_items),
+            max_rows: larger(needed.max_rows, self.max_rows),
+            max_merges: larger(needed.max_merges, self.max_merges),
+        }
+    }
+}
+
 /// The word offsets of the sections, in the order in which they lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {

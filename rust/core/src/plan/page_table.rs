@@ -42,6 +42,15 @@ pub(super) struct PageRow<'a, T> {
 }
 
 impl<'a, T: Index> PageTable<'a, T> {
+    /// Sequences, and the pages of the longest one.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for lengths and offsets that do not fit the rest.
+    pub fn size(&self, page_size: u32) -> Result<(usize, usize)> {
+        let rows = self.rows(page_size)?;
+        Ok((rows.len(), rows.iter().map(|row| row.pages.len()).max().unwrap_or(0)))
+    }
+
     /// The name of a page id, given its index in the argument that holds them all.
     pub(super) fn name_of(&self, index: usize) -> String {
         match *self {

@@ -3,6 +3,7 @@
 mod items;
 
 use super::arena::{IdWrite, PageArena};
+use super::block_planner::ITEM_PAGE_SIZE;
 use super::forest::{Forest, Strip};
 use super::image::Image;
 use super::items::{Cutter, Room};
@@ -15,9 +16,6 @@ use crate::tree::{PrefixTree, RunKey, SegmentId, SeqHandle};
 
 /// Tokens that a block of chunk ids covers at least, unless its chunks are few.
 const BLOCK_TOKENS: u32 = 4096;
-
-/// Pages of work items are a multiple of so many tokens.
-const ITEM_PAGE_SIZE: u32 = 16;
 
 /// Chunk ids that a block has at least.
 const MIN_BLOCK_LEN: u32 = 64;

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use chunkcache::plan::{BlockTablePlanner, MergeItem, MergeRow, TokenRow};
 use chunkcache::plan::{
     Cutter, DeviceCosts, Diff, HeadShape, Image, ItemRow, Limits, NONE, PageTable, PlanView,
-    Planner, WorkLimits,
+    Planner, WorkLimits, apply_patch,
 };
 use chunkcache::tree::SeqHandle;
 use proptest::prelude::*;
@@ -350,5 +350,149 @@ proptest! {
             pad_rows: work.pad_rows.clone(),
         };
         prop_assert_eq!(check(&view, &tables, &shape), Ok(()));
+    }
+}
+
+/// A paged cache whose sequences grow, and a planner of its steps with a copy that follows it.
+struct PagedSteps {
+    pages: Vec<Vec<u32>>,
+    lens: Vec<u32>,
+    next_page: u32,
+    planner: BlockTablePlanner,
+    copy: (u64, u64, Vec<u32>),
+    has_cutter: bool,
+}
+
+impl PagedSteps {
+    fn new(groups: &[(u32, Vec<u32>)]) -> Self {
+        let planner = BlockTablePlanner::new(16, 16, 64).unwrap();
+        let (pages, lens, copy) = (Vec::new(), Vec::new(), (0, 0, Vec::new()));
+        let mut steps = Self { pages, lens, next_page: 0, planner, copy, has_cutter: false };
+        for (shared, tails) in groups {
+            let head: Vec<u32> = (0..*shared).map(|_| steps.new_page()).collect();
+            for &tail in tails {
+                steps.pages.push(head.clone());
+                steps.lens.push(16 * shared);
+                steps.grow(steps.lens.len() - 1, tail);
+            }
+        }
+        steps
+    }
+
+    fn new_page(&mut self) -> u32 {
+        self.next_page += 1;
+        self.next_page
+    }
+
+    fn grow(&mut self, sequence: usize, num_tokens: u32) {
+        self.lens[sequence] = (self.lens[sequence] + num_tokens).min(64 * 16);
+        while (self.pages[sequence].len() as u32) < self.lens[sequence].div_ceil(16) {
+            let page = self.new_page();
+            self.pages[sequence].push(page);
+        }
+    }
+
+    /// Plans a step and checks its items, and the copy; returns the words that the copy needed.
+    fn step(&mut self, grown: bool) -> usize {
+        let width = self.pages.iter().map(Vec::len).max().unwrap_or(0);
+        let row = |row: &Vec<u32>| row.iter().copied().chain([0; 64]).take(width).collect();
+        let table: Vec<u32> = self.pages.iter().flat_map::<Vec<u32>, _>(row).collect();
+        let table = PageTable::Dense { block_table: &table, width, seq_lens: &self.lens };
+        let update = if grown {
+            self.planner.update_grown(&table, None)
+        } else {
+            self.planner.update(&table, None)
+        };
+        let mut plan = update.unwrap();
+        if !self.has_cutter {
+            let cutter = cutter(HeadShape::new(2, 4, 8, false).unwrap(), 20);
+            self.planner.set_cutter(&mut plan, cutter).unwrap();
+            self.has_cutter = true;
+        }
+        let image = self.planner.image();
+        let view = plan.view(image).unwrap();
+        let shape = self.planner.cutter().unwrap().shape();
+        check(&view, &tables_of(image), &shape).unwrap_or_else(|error| panic!("{error}"));
+        let path = |row: u32| -> Vec<u32> {
+            let ids = |s: chunkcache::plan::SegmentRow| {
+                view.page_ids[s.ids_begin as usize..(s.ids_begin + s.num_pages) as usize].to_vec()
+            };
+            support::path(&view, row).into_iter().flat_map(ids).collect()
+        };
+        for (row, pages) in self.pages.iter().enumerate() {
+            assert_eq!(&path(row as u32), pages);
+        }
+        let (id, version, words) = &mut self.copy;
+        let diff = image.diff_for(*id, *version);
+        let mut staging = vec![0; diff.patch_words()];
+        image.write_patch(&diff, &mut staging).unwrap();
+        words.resize(image.words().len(), 0);
+        apply_patch(words, &staging).unwrap();
+        assert_eq!(words, image.words());
+        (*id, *version) = (image.id(), image.version());
+        diff.num_words()
+    }
+}
+
+#[test]
+fn tables_of_others_that_only_grow_change_no_word_but_of_new_pages() {
+    let mut steps = PagedSteps::new(&[(10, vec![5, 5, 5]), (0, vec![300])]);
+    steps.step(false);
+    let mut words = Vec::new();
+    for step in 0..20 {
+        (0..4).for_each(|sequence| steps.grow(sequence, 1));
+        words.push(steps.step(step % 2 == 0));
+    }
+    let changed: Vec<_> = (0..20).filter(|&step| words[step] > 0).collect();
+    // 165 and 300 tokens end 11 and 4 tokens before their page does.
+    assert_eq!(changed, [4, 11]);
+    assert!(words[11] < 40, "{words:?}");
+}
+
+#[test]
+fn another_last_page_reaches_the_items() {
+    let mut steps = PagedSteps::new(&[(2, vec![5, 5])]);
+    steps.step(false);
+    steps.grow(0, 1);
+    *steps.pages[0].last_mut().unwrap() = 77;
+    steps.step(false);
+    let items = steps.planner.image().items();
+    assert!(items.iter().any(|item| item.pages[0] == 77));
+}
+
+/// What happens to a paged cache before a step: who grows by how much, and whether the last page of
+/// one is replaced, or all begins anew.
+fn paged_ops() -> impl Strategy<Value = (Vec<u32>, Option<usize>, bool, bool)> {
+    let growth = prop_oneof![4 => Just(1_u32), 1 => Just(0), 1 => 2..60_u32];
+    let growths = prop::collection::vec(growth, 16);
+    (growths, prop::option::weighted(0.2, 0..16_usize), prop::bool::weighted(0.1), any::<bool>())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn items_over_tables_that_grow_stay_right(
+        groups in groups(),
+        ops in prop::collection::vec(paged_ops(), 1..40),
+    ) {
+        let mut steps = PagedSteps::new(&groups);
+        steps.step(false);
+        for (growths, replaced, renewed, grown) in ops {
+            for (sequence, growth) in (0..steps.lens.len()).zip(growths) {
+                steps.grow(sequence, growth);
+            }
+            if let Some(sequence) = replaced.filter(|&at| at < steps.lens.len()) {
+                let full = (steps.lens[sequence] / 16) as usize;
+                if full < steps.pages[sequence].len() {
+                    steps.pages[sequence][full] = steps.new_page();
+                }
+            }
+            if renewed {
+                steps.lens.reverse();
+                steps.pages.reverse();
+            }
+            steps.step(grown && !renewed);
+        }
     }
 }

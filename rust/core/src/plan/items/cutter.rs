@@ -3,12 +3,12 @@
 use super::super::image::Image;
 use super::super::layout::WorkLimits;
 use super::super::view::{NONE, PlanView};
-use super::costs::{DeviceCosts, HeadShape, WARP_ROWS};
+use super::costs::{DeviceCosts, HeadShape};
 use super::row::ItemRow;
 use super::slices::{Slices, Terms};
 use super::tiles::Tiles;
 use super::work::Work;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A leaf's last slice may grow until it takes this much of the longest block's time more than when
 /// it was cut; then all is cut anew.
@@ -23,66 +23,6 @@ struct Tail {
 }
 
 const NO_TAIL: Tail = Tail { first_item: NONE, max_pages: 0 };
-
-/// Room that a step needs at least, however coarsely it is cut.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(in crate::plan) struct Room {
-    num_items: u64,
-    num_rows: u64,
-    num_merges: u64,
-}
-
-impl Room {
-    pub fn new(num_qo_rows: u32) -> Self {
-        Self { num_rows: num_qo_rows.into(), ..Self::default() }
-    }
-
-    /// Counts a segment that `num_tokens` query tokens of one sequence or several read.
-    pub fn add(&mut self, shape: &HeadShape, num_tokens: u32, is_single: bool) {
-        if num_tokens == 0 {
-            return;
-        }
-        let num_tiles = num_tokens.div_ceil(shape.max_tokens());
-        let rows = num_tokens.div_ceil(num_tiles) * shape.group;
-        let warps = shape.warps / rows.div_ceil(WARP_ROWS).next_power_of_two();
-        let heads = if is_single { shape.num_kv_heads.min(warps) } else { 1 };
-        let runs = shape.num_kv_heads.div_ceil(heads);
-        // The last tile may have fewer rows, and so more warps that take turns over the keys.
-        let key_groups = if num_tiles > 1 { shape.warps } else { warps / heads };
-        self.num_items += u64::from(num_tiles) * u64::from(runs);
-        let last = num_tokens - (num_tiles - 1) * num_tokens.div_ceil(num_tiles);
-        self.num_merges += u64::from(num_tokens - last) * u64::from(warps / heads);
-        self.num_merges += u64::from(last) * u64::from(key_groups);
-    }
-
-    /// The capacities that hold the step, [`None`] past 2^32.
-    pub fn limits(&self) -> Option<WorkLimits> {
-        Some(WorkLimits {
-            max_items: self.num_items.try_into().ok()?,
-            max_rows: self.num_rows.try_into().ok()?,
-            max_merges: self.num_merges.try_into().ok()?,
-        })
-    }
-
-    /// Checks the room against the capacities.
-    ///
-    /// # Errors
-    /// [`Error::InvalidConfig`] for a step that does not fit.
-    pub fn check(&self, limits: &WorkLimits) -> Result<()> {
-        let named = [
-            ("query rows", "max_rows", self.num_rows, limits.max_rows),
-            ("work items", "max_items", self.num_items, limits.max_items),
-            ("partial states per head", "max_merges", self.num_merges, limits.max_merges),
-        ];
-        match named.into_iter().find(|&(_, _, needed, max)| needed > max.into()) {
-            Some((what, name, needed, max)) => {
-                let given = format!("a step of {needed} {what}");
-                Err(Error::invalid("batch", given, format!("at most {name} = {max}")))
-            }
-            None => Ok(()),
-        }
-    }
-}
 
 /// Cuts the steps of one planner into work items, for one head shape on one device.
 #[derive(Debug)]

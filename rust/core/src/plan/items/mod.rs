@@ -12,6 +12,7 @@
 
 mod costs;
 mod cutter;
+mod room;
 mod row;
 mod slices;
 mod span;
@@ -23,4 +24,4 @@ pub use cutter::Cutter;
 pub use row::{ItemRow, MergeItem, MergeRow, TokenRow};
 pub use work::Work;
 
-pub(in crate::plan) use cutter::Room;
+pub(in crate::plan) use room::{Room, room_of, room_of_spans};

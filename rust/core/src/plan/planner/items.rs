@@ -1,10 +1,9 @@
 //! The work items of a planner's steps: their capacities, and when they are cut anew.
 
-use super::super::items::{Cutter, HeadShape, Room};
+use super::super::items::{Cutter, room_of, room_of_spans};
 use super::super::layout::WorkLimits;
 use super::super::source::Query;
 use super::super::step::Plan;
-use super::super::view::PlanView;
 use super::Planner;
 use crate::error::Result;
 
@@ -105,33 +104,4 @@ impl Planner {
         self.room = room_of_spans(&shape, num_qo_rows, &qo_lens, spans);
         self.room.check(&self.image.layout().work)
     }
-}
-
-/// What the work items of some tables need at least.
-fn room_of(view: &PlanView<'_>, shape: &HeadShape) -> Room {
-    let qo_lens: Vec<u32> =
-        view.order.iter().map(|&row| view.sequences[row as usize].qo_len).collect();
-    let rows = view.segment_order.iter().map(|&row| view.segments[row as usize]);
-    let spans = rows.map(|row| (row.seq_begin, row.seq_end));
-    room_of_spans(shape, view.num_qo_rows, &qo_lens, spans)
-}
-
-/// What work items need at least, from the query tokens by place in `order` and the places that
-/// each segment covers.
-fn room_of_spans(
-    shape: &HeadShape,
-    num_qo_rows: u32,
-    qo_lens: &[u32],
-    spans: impl Iterator<Item = (u32, u32)>,
-) -> Room {
-    let mut room = Room::new(num_qo_rows);
-    let mut before = vec![0];
-    for &len in qo_lens {
-        before.push(before[before.len() - 1] + len);
-    }
-    for (begin, end) in spans {
-        let num_tokens = before[end as usize] - before[begin as usize];
-        room.add(shape, num_tokens, end - begin == 1);
-    }
-    room
 }
