@@ -240,17 +240,18 @@ def main() -> None:
             record["plan"] = plan_times()
             for name, us in record["plan"].items():
                 sys.stdout.write(f"{name:42} {us:8.1f}\n")
-            continue
-        ways = {"rows": all_ways, "fp8": fp8_ways}.get(section, with_and_without)
-        separate = section not in ("rows", "fp8")
-        timed[section] = run(works[section], ways, arguments, separate=separate)
-        record[section] = [row.record() for row in timed[section]]
-    slower = slower_than_one_way(row for rows in timed.values() for row in rows)
-    record["slower than without sharing"] = slower
+        else:
+            ways = {"rows": all_ways, "fp8": fp8_ways}.get(section, with_and_without)
+            separate = section not in ("rows", "fp8")
+            timed[section] = run(works[section], ways, arguments, separate=separate)
+            record[section] = [row.record() for row in timed[section]]
+        slower = slower_than_one_way(row for rows in timed.values() for row in rows)
+        record["slower than without sharing"] = slower
+        # What comes later may fail.
+        if arguments.out:
+            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+            arguments.out.with_suffix(".md").write_text(tables(record))
     sys.stdout.write("\nslower than without sharing: " + ("; ".join(slower) or "none") + "\n")
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(tables(record))
     if arguments.plots:
         plot_rows(arguments.plots / "h200_rows.png", timed.get("rows", []))
         plot_curves(arguments.plots, timed.get("divergence", []), timed.get("batch", []))
