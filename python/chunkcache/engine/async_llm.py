@@ -22,7 +22,7 @@ from chunkcache.errors import InvalidConfigError
 
 
 class AsyncLLM:
-    """`LLM` for asyncio. The engine runs in a thread of its own; no call blocks the event loop.
+    """`LLM` for asyncio. The engine runs in a thread of its own; no call waits for it.
 
     Back pressure: a request's outputs wait for its reader and are merged while they do, so that a
     slow reader never slows the others down, and takes no more memory than its own continuation.
@@ -131,10 +131,10 @@ class AsyncLLM:
     async def abort(self, request_id: int | str) -> None:
         """End a request; who reads it gets what there is, with the finish reason "abort".
 
-        On return the request has left the engine. A request that has ended, or was never there, is
-        left alone.
+        On return the request has left the engine, and its name is free. A request that has ended,
+        or was never there, is left alone.
         """
-        mailbox = self._mailboxes.get(request_id)
+        mailbox = self._mailboxes.pop(request_id, None)
         if mailbox is not None:
             await asyncio.wrap_future(self._engine_thread.abort(mailbox))
 
@@ -190,11 +190,6 @@ class AsyncLLM:
         thread = self._engine_thread
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidConfigError(f"request_id is {request_id!r}; allowed is None or a str")
-        if request_id in self._mailboxes:
-            raise InvalidConfigError(
-                f"request_id is {request_id!r}, which an unfinished request has; "
-                "allowed is another one"
-            )
         request = self.llm.request(
             prompt,
             sampling_params,
@@ -205,7 +200,11 @@ class AsyncLLM:
         )
         mailbox = Mailbox()
         name = request.output.request_id
-        self._mailboxes[name] = mailbox
+        if self._mailboxes.setdefault(name, mailbox) is not mailbox:
+            raise InvalidConfigError(
+                f"request_id is {request_id!r}, which an unfinished request has; "
+                "allowed is another one"
+            )
         try:
             await asyncio.wrap_future(thread.add(request, mailbox))
             is_last = False
@@ -214,6 +213,7 @@ class AsyncLLM:
                 is_last = letter.is_last
                 yield letter
         finally:
-            del self._mailboxes[name]
+            if self._mailboxes.get(name) is mailbox:
+                del self._mailboxes[name]
             # After the last letter there is nothing to abort, and this does nothing.
             thread.abort(mailbox)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,7 +165,7 @@ class LLM:
             self.tokenizer, self.spec.vocab_size, self.spec.eos_token_ids
         )
         self._seeds = np.random.default_rng(self.config.seed)
-        self._next_request_id = 0
+        self._request_ids = itertools.count()
         own_runner = self._runner(max_rows=min(self.config.max_num_seqs, token_budget))
         runner: Runner = own_runner
         picker: Picker = TokenPicker(own_runner.best_of)
@@ -325,8 +326,7 @@ class LLM:
         self._check_lora(lora)
         max_tokens = self._max_tokens(tokenized[0], 0, sampling_params, namespace(cache_salt, lora))
         if request_id is None:
-            request_id = self._next_request_id
-            self._next_request_id += 1
+            request_id = next(self._request_ids)
         return Request(
             request_id,
             0,
@@ -355,6 +355,8 @@ class LLM:
             tokenizer=self.tokenizer,
             grammar=self._grammars.compile(order.params),
             lora=order.lora,
+            # Nobody here reads it.
+            streams=False,
         )
 
     def check_accounts(self) -> None:
@@ -410,11 +412,9 @@ class LLM:
             )
         ]
         grammars = [self._grammars.compile(prompt_params) for prompt_params in params]
-        first_id = self._next_request_id
-        self._next_request_id += len(tokenized)
         return [
             Request(
-                first_id + index,
+                next(self._request_ids),
                 index,
                 prompt,
                 params[index],

@@ -151,15 +151,13 @@ class LockstepEngine:
         if name == "add":
             requests = [make(order) for order in value]
             self._engine.add(requests)
-            self._followed.update({request.number: request for request in requests})
+            kept = [each for each in self._followed.values() if not each.finished]
+            self._followed = {request.number: request for request in [*kept, *requests]}
         elif name == "abort":
             self._engine.abort([self._followed.pop(n) for n in value if n in self._followed])
         elif name == "step":
             self._compare((name, value), (name, self._where()))
-            for request in self._engine.step():
-                request.pieces.clear()
-                if request.finished or request.error is not None:
-                    self._followed.pop(request.number, None)
+            self._engine.step()
         elif name == "settle":
             self._engine.settle()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -31,21 +32,27 @@ class Letter:
 class Mailbox:
     """Where one request's outputs wait until they are taken.
 
-    Only its event loop touches it; `post` brings letters there from any thread. Letters that are
-    not taken are merged into one, so that a slow reader costs no more memory than its request.
+    Letters that are not taken are merged into one, and their event loop is told of them once, so
+    that a slow reader or a busy event loop costs no more memory than its request.
     """
 
     def __init__(self) -> None:
         """Belong to the running event loop."""
         self.loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
+        self._guard = threading.Lock()
         self._letter: Letter | None = None
 
-    def put(self, letter: Letter) -> None:
-        """Add a letter; in the mailbox's event loop."""
-        if self._letter is not None:
-            letter = replace(letter, pieces=self._letter.pieces + letter.pieces)
-        self._letter = letter
+    def put(self, letter: Letter) -> bool:
+        """Add a letter, in any thread; return whether the event loop is to be told of it."""
+        with self._guard:
+            waiting, self._letter = self._letter, letter
+            if waiting is not None:
+                self._letter = replace(letter, pieces=waiting.pieces + letter.pieces)
+        return waiting is None
+
+    def tell(self) -> None:
+        """Let the reader know that there is a letter; in the mailbox's event loop."""
         self._arrived.set()
 
     async def take(self) -> Letter:
@@ -56,8 +63,9 @@ class Mailbox:
         """
         await self._arrived.wait()
         self._arrived.clear()
-        letter, self._letter = self._letter, None
-        # The event is set by a letter alone, and there is one reader.
+        with self._guard:
+            letter, self._letter = self._letter, None
+        # The event is set for a letter alone, and there is one reader.
         assert letter is not None
         if letter.error is not None:
             raise letter.error
@@ -70,21 +78,24 @@ def post(letters: Iterable[tuple[Mailbox, Letter]]) -> list[Mailbox]:
     Returns:
         The mailboxes that do not exist any more, since their event loop is closed.
     """
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Letter]]] = {}
-    for mailbox, letter in letters:
-        by_loop.setdefault(mailbox.loop, []).append((mailbox, letter))
+    told: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
     lost: list[Mailbox] = []
-    for loop, own in by_loop.items():
+    for mailbox, letter in letters:
+        if mailbox.loop.is_closed():
+            lost.append(mailbox)
+        elif mailbox.put(letter):
+            told.setdefault(mailbox.loop, []).append(mailbox)
+    for loop, mailboxes in told.items():
         try:
-            loop.call_soon_threadsafe(_put_all, own)
+            loop.call_soon_threadsafe(_tell_all, mailboxes)
         except RuntimeError:
-            lost += [mailbox for mailbox, _ in own]
+            lost += mailboxes
     return lost
 
 
-def _put_all(letters: list[tuple[Mailbox, Letter]]) -> None:
-    for mailbox, letter in letters:
-        mailbox.put(letter)
+def _tell_all(mailboxes: list[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.tell()
 
 
 def news_of(request: Request) -> Letter | None:

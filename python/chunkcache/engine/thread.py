@@ -59,6 +59,9 @@ class EngineThread:
             if request is None:
                 return
             self._engine.abort([request])
+            # Another thread's step may be in progress, which takes it out when it ends.
+            with suppress(EngineError):
+                self._engine.settle()
             post([(mailbox, _farewell(request))])
 
         return self._submit(command)
