@@ -7,7 +7,7 @@ use super::span::{Batch, Blocks};
 use super::tiles::{Cut, Tile};
 
 /// Items per block that a search tries for shared segments, against an even share.
-const SHARED_RATIOS: [f32; 8] = [0.75, 0.95, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0];
+const SHARED_RATIOS: [f32; 9] = [0.5, 0.75, 0.95, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0];
 
 /// Private tiles of so many keys get slices of falling size: small ones go last.
 const TAIL_KEYS: u32 = 512;
@@ -286,14 +286,19 @@ impl Slices {
         for (tile, slicing) in tiles.iter().zip(&self.candidate) {
             let cut = &slicing.cut;
             let runs = terms.shape.num_kv_heads.div_ceil(cut.heads);
+            let finishes = tile.may_finish(cut);
             slicing.for_each(tile, |begin, end| {
                 let cost = tile.item_cost(&terms.costs, cut, end - begin, cut.heads);
-                self.batches.push((turn(tile, cost), runs));
+                let is_last = finishes && end == tile.keys;
+                self.batches.push((turn(tile, cost, is_last), runs));
             });
         }
         self.batches.sort_unstable();
-        let batches =
-            self.batches.iter().map(|&(turn, count)| Batch { cost: cost_of(turn), count });
+        let batches = self.batches.iter().map(|&(turn, count)| Batch {
+            cost: cost_of(turn),
+            count,
+            waits: turn >> LAST != 0,
+        });
         self.blocks.makespan(batches, terms.costs.num_blocks)
     }
 }
@@ -303,10 +308,14 @@ fn has_tails(tiles: &[Tile], terms: &Terms, total: f32) -> bool {
     terms.share(total) >= TAIL_SHARE || tiles.iter().any(|tile| tile.seq == NONE)
 }
 
-/// Where an item comes in the list, as an integer that sorts: shared segments first, since their
-/// products hide behind the private reads; then the most expensive.
-pub(super) fn turn(tile: &Tile, cost: f32) -> u64 {
-    u64::from(tile.seq != NONE) << 32 | u64::from(!cost.to_bits())
+/// Bit of a turn: an item that finishes rows, and waits for their other partial states.
+const LAST: u32 = 33;
+
+/// Where an item comes in the list, as an integer that sorts: those that finish rows last; of both,
+/// shared segments first, since their products hide behind the private reads; then the most
+/// expensive.
+pub(super) fn turn(tile: &Tile, cost: f32, is_last: bool) -> u64 {
+    u64::from(is_last) << LAST | u64::from(tile.seq != NONE) << 32 | u64::from(!cost.to_bits())
 }
 
 fn cost_of(turn: u64) -> f32 {

@@ -5,6 +5,8 @@
 pub(super) struct Batch {
     pub cost: f32,
     pub count: u32,
+    /// They end only once all items before them have, but for those that wait as they do.
+    pub waits: bool,
 }
 
 /// The loads of the blocks, kept as a heap with the least load on top. Its memory is used again.
@@ -18,26 +20,35 @@ impl Blocks {
     pub fn makespan(&mut self, batches: impl Iterator<Item = Batch>, num_blocks: u32) -> f32 {
         let loads = &mut self.loads;
         loads.clear();
-        for Batch { cost, count } in batches {
+        let mut ready = None;
+        for Batch { cost, count, waits } in batches {
+            let least = match waits {
+                true => *ready.get_or_insert_with(|| longest(loads)),
+                false => 0.0,
+            };
             let free = (num_blocks as usize - loads.len()).min(count as usize);
             if free > 0 {
-                loads.resize(loads.len() + free, cost);
+                loads.resize(loads.len() + free, cost.max(least));
                 if loads.len() == num_blocks as usize {
                     // Ascending order is a heap.
                     loads.sort_unstable_by(f32::total_cmp);
                 }
             }
             for _ in free..count as usize {
-                add_to_least(loads, cost);
+                add_to_least(loads, cost, least);
             }
         }
-        loads.iter().copied().fold(0.0, f32::max)
+        longest(loads)
     }
 }
 
-/// Adds to the load on top and lets it sink.
-fn add_to_least(loads: &mut [f32], cost: f32) {
-    let load = loads[0] + cost;
+fn longest(loads: &[f32]) -> f32 {
+    loads.iter().copied().fold(0.0, f32::max)
+}
+
+/// Adds to the load on top, up to `least` at least, and lets it sink.
+fn add_to_least(loads: &mut [f32], cost: f32, least: f32) {
+    let load = (loads[0] + cost).max(least);
     let mut at = 0;
     loop {
         let mut child = 2 * at + 1;
@@ -61,7 +72,7 @@ mod tests {
     use super::{Batch, Blocks};
 
     fn span(costs: &[f32], num_blocks: u32) -> f32 {
-        let batches = costs.iter().map(|&cost| Batch { cost, count: 1 });
+        let batches = costs.iter().map(|&cost| Batch { cost, count: 1, waits: false });
         Blocks::default().makespan(batches, num_blocks)
     }
 
@@ -78,8 +89,16 @@ mod tests {
 
     #[test]
     fn equal_items_count_as_one_by_one() {
-        let batch = Batch { cost: 2.0, count: 7 };
+        let batch = Batch { cost: 2.0, count: 7, waits: false };
         assert_eq!(Blocks::default().makespan([batch].into_iter(), 3), span(&[2.0; 7], 3));
+    }
+
+    #[test]
+    fn items_that_wait_end_after_all_before_them() {
+        let item = |cost, waits| Batch { cost, count: 1, waits };
+        // Blocks end at 9 and 2; the third item ends at 9 and keeps its block from the fourth.
+        let batches = [item(9.0, false), item(2.0, false), item(1.0, true), item(3.0, true)];
+        assert_eq!(Blocks::default().makespan(batches.into_iter(), 2), 12.0);
     }
 
     #[test]

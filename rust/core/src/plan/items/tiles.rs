@@ -109,6 +109,11 @@ impl Tile {
         Cut { row_tiles, heads, key_groups }
     }
 
+    /// Whether its last slice may finish its rows: one warp keeps the state of a row.
+    pub fn may_finish(&self, cut: &Cut) -> bool {
+        self.rows == 1 && cut.key_groups == 1
+    }
+
     /// Time of an item of `keys` keys of `num_heads` heads.
     pub fn item_cost(&self, costs: &DeviceCosts, cut: &Cut, keys: u32, num_heads: u32) -> f32 {
         let partials = costs.partial_row * (self.rows * cut.key_groups) as f32;

@@ -113,8 +113,7 @@ impl Work {
             for (part, index) in parts[first..].iter_mut().zip(first..) {
                 let is_last = finishes && index + 1 == num_parts;
                 let cost = tile.item_cost(&terms.costs, &cut, part.end - part.begin, cut.heads);
-                let turn = u64::from(is_last) << 33 | turn(tile, cost);
-                ranked.push((turn, index as u32));
+                ranked.push((turn(tile, cost, is_last), index as u32));
                 if is_last {
                     part.slot = NONE;
                     continue;
