@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import gpu_peers
+import numpy as np
 import torch
 from gpu_workloads import prompt
 
-from chunkcache import Plan
+from chunkcache import Plan, attention
 from chunkcache.kernels.image import TableState
 from chunkcache.kernels.storage import DeviceStorage, KvShape
 
@@ -93,6 +94,24 @@ def _ours() -> dict[str, float]:
     }
 
 
+def _block_tables() -> dict[str, float]:
+    """Time plans over others' page tables, half of whose pages are common to all."""
+    page_size, context = 16, 8192
+    work = prompt(BATCH, HEADS, context, context // 2, page_size=page_size)
+    table, lens = work.block_table(), np.full(BATCH, context - 1)
+    planner = attention.BlockTablePlanner(page_size)
+
+    def first() -> None:
+        attention.plan_from_block_tables(table, lens, page_size)
+
+    def following() -> None:
+        planner.plan(table, lens)
+
+    following()
+    name = f"page tables of {context} tokens in pages of {page_size}"
+    return {f"{name}, first": _median_us(first), f"{name}, next": _median_us(following)}
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     torch.cuda.synchronize()
@@ -126,4 +145,8 @@ def _flashinfer() -> dict[str, float]:
 
 def plan_times() -> dict[str, float]:
     """Return medians in microseconds by name."""
-    return {**_ours(), **(_flashinfer() if gpu_peers.flashinfer() is not None else {})}
+    return {
+        **_ours(),
+        **_block_tables(),
+        **(_flashinfer() if gpu_peers.flashinfer() is not None else {}),
+    }

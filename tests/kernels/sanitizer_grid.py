@@ -123,6 +123,21 @@ def steps() -> None:
             attend(step, path)
 
 
+def follows() -> None:
+    """Steps over others' pages whose tables follow, while sequences grow into new pages."""
+    rng = np.random.default_rng(9)
+    table = np.array([[4, 1, 7, 2], [4, 1, 3, 8], [4, 1, 9, 5]])
+    kv = torch.from_numpy(rng.standard_normal((10, 2, 16, 2, 64))).half()
+    on_device = kv.cuda()
+    planner = attention.BlockTablePlanner(16)
+    for grown in range(0, 20, 4):
+        lens = np.array([33, 40, 38]) + grown
+        q = torch.from_numpy(rng.standard_normal((3, 4, 64))).half()
+        out = attention.run(planner.plan(table, lens), q.cuda(), on_device, None)
+        plan = attention.plan_from_block_tables(table, lens, 16)
+        _check("followed tables", out, attention.run(plan, q.float(), kv.float()))
+
+
 def writes() -> None:
     """New K/V into slots, converted from each type to each."""
     rng = np.random.default_rng(4)
@@ -274,6 +289,7 @@ GRID: dict[str, Callable[[], None]] = {
     "copies": copies,
     "merges": merges,
     "steps": steps,
+    "follows": follows,
     "replays": replays,
     "decode": decode,
     "rotate": rotate,
