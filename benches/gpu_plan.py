@@ -145,8 +145,5 @@ def _flashinfer() -> dict[str, float]:
 
 def plan_times() -> dict[str, float]:
     """Return medians in microseconds by name."""
-    return {
-        **_ours(),
-        **_block_tables(),
-        **(_flashinfer() if gpu_peers.flashinfer() is not None else {}),
-    }
+    found = {**_ours(), **_block_tables()}
+    return found if gpu_peers.flashinfer() is None else {**found, **_flashinfer()}
