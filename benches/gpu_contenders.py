@@ -83,7 +83,8 @@ def two_phase(
     kv_element = "F16" if work.item_size == 2 else "E4M3"
     attention = TppAttention(device, "F16", kv_element, *heads, HEAD_DIM, path)
     stream = torch.cuda.current_stream().cuda_stream
-    schedule = cut_tables(tables, attention.heads, costs_of(device))
+    costs = costs_of(device).for_item_size(work.item_size)
+    schedule = cut_tables(tables, attention.heads, costs)
     on_device = TppTables(device, tables, schedule, HEAD_DIM, stream)
     q, out = inputs.q, torch.full_like(inputs.q, torch.nan)
     operands = Operands(
