@@ -121,11 +121,13 @@ impl Decoding {
         fills.then_some(times)
     }
 
-    fn one_joins(&mut self) -> Option<Times> {
-        let gone = self.seqs.remove(0);
-        self.tree.remove(gone).unwrap();
+    /// `COUNT` sequences leave, and in the step after that as many join the others.
+    fn joins<const COUNT: usize>(&mut self) -> Option<Times> {
+        for gone in self.seqs.drain(..COUNT) {
+            self.tree.remove(gone).unwrap();
+        }
         self.step();
-        self.join();
+        (0..COUNT).for_each(|_| self.join());
         Some(self.step())
     }
 
@@ -155,10 +157,12 @@ fn total(decoding: &mut Decoding, count: u64, case: Case) -> Times {
 }
 
 fn tree_steps(c: &mut Criterion) {
-    let cases: [(&str, Case); 4] = [
+    let cases: [(&str, Case); 6] = [
         ("steady", Decoding::steady),
         ("all_fill", Decoding::all_fill),
-        ("one_joins", Decoding::one_joins),
+        ("1_joins", Decoding::joins::<1>),
+        ("4_join", Decoding::joins::<4>),
+        ("16_join", Decoding::joins::<16>),
         ("all_join", Decoding::all_join),
     ];
     for resident in RESIDENT {

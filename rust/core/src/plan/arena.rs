@@ -9,6 +9,10 @@ use crate::tree::RunKey;
 /// The chunk ids of one run that the tables hold: its first ones.
 #[derive(Debug, Default)]
 struct Resident {
+    /// The run's slot in the tree.
+    run: u32,
+    /// Its place among the runs of the step that used it last.
+    place: u32,
     /// The blocks that hold them, each by its number.
     blocks: Vec<u32>,
     /// Number of chunk ids written, and the run's generation then.
@@ -32,11 +36,17 @@ pub(super) struct PageArena {
     block_len: u32,
     num_blocks: usize,
     free: Vec<u32>,
-    runs: HashMap<u32, Resident, foldhash::fast::RandomState>,
-    /// The runs of the current step.
+    /// Indices in `residents`, by run.
+    runs: HashMap<u32, u32, foldhash::fast::RandomState>,
+    residents: Vec<Resident>,
+    /// Indices in `residents` that no run has.
+    vacant: Vec<u32>,
+    /// The runs of the current step, by their index in `residents`.
     used: Vec<u32>,
-    /// The runs that the attempt asks for.
+    /// The runs that the attempt asks for, likewise.
     wanted: Vec<u32>,
+    /// Where in `used` the run is expected that is asked for next.
+    expected: usize,
     /// Runs that went idle, and the step that used them last; outdated entries are passed over.
     idle: VecDeque<(u32, u64)>,
     attempt: u64,
@@ -64,8 +74,11 @@ impl PageArena {
             num_blocks: num_blocks as usize,
             free: (0..num_blocks).rev().collect(),
             runs: HashMap::default(),
+            residents: Vec::new(),
+            vacant: Vec::new(),
             used: Vec::new(),
             wanted: Vec::new(),
+            expected: 0,
             idle: VecDeque::new(),
             attempt: 0,
             step: 0,
@@ -84,28 +97,62 @@ impl PageArena {
 
     /// Forgets an earlier attempt; the next one starts from nothing.
     pub fn begin_attempt(&mut self) {
-        for run in self.wanted.drain(..) {
-            if self.runs.get(&run).is_some_and(|resident| resident.blocks.is_empty()) {
-                self.runs.remove(&run);
+        for index in 0..self.wanted.len() {
+            let wanted = self.wanted[index];
+            if self.residents[wanted as usize].blocks.is_empty() {
+                self.forget(wanted);
             }
         }
+        self.wanted.clear();
         self.attempt += 1;
         self.wanted_blocks = 0;
+        self.expected = 0;
     }
 
-    /// Asks for the first `end` chunk ids of a run.
-    pub fn want(&mut self, run: RunKey, end: u32) {
-        let resident = self.runs.entry(run.index).or_default();
+    /// Asks for the first `end` chunk ids of a run; returns what [`PageArena::position`] takes.
+    pub fn want(&mut self, run: RunKey, end: u32) -> u32 {
+        let index = self.find(run.index);
+        let resident = &mut self.residents[index as usize];
         if resident.attempt != self.attempt {
             resident.attempt = self.attempt;
             resident.wanted = 0;
             resident.wanted_generation = run.generation;
             self.wanted_blocks += resident.blocks.len();
-            self.wanted.push(run.index);
+            self.wanted.push(index);
         }
         let held = |len: u32| resident.blocks.len().max(len.div_ceil(self.block_len) as usize);
         self.wanted_blocks += held(end).saturating_sub(held(resident.wanted));
         resident.wanted = resident.wanted.max(end);
+        index
+    }
+
+    /// The index of a run, which may be new.
+    fn find(&mut self, run: u32) -> u32 {
+        // Most runs come in the order of the step before: there is no need to look them up.
+        if let Some(&index) = self.used.get(self.expected)
+            && self.residents[index as usize].run == run
+        {
+            self.expected += 1;
+            return index;
+        }
+        if let Some(&index) = self.runs.get(&run) {
+            self.expected = self.residents[index as usize].place as usize + 1;
+            return index;
+        }
+        let index = self.vacant.pop().unwrap_or_else(|| {
+            self.residents.push(Resident::default());
+            self.residents.len() as u32 - 1
+        });
+        self.residents[index as usize].run = run;
+        self.runs.insert(run, index);
+        index
+    }
+
+    /// Forgets what is known of a run; its blocks have been taken.
+    fn forget(&mut self, index: u32) {
+        let gone = std::mem::take(&mut self.residents[index as usize]);
+        self.runs.remove(&gone.run);
+        self.vacant.push(index);
     }
 
     /// Blocks that the attempt needs in all.
@@ -117,38 +164,39 @@ impl PageArena {
     /// The caller has checked that [`PageArena::wanted_blocks`] are no more than there are.
     pub fn take_wanted(&mut self, writes: &mut Vec<IdWrite>) {
         self.step += 1;
-        for run in self.used.drain(..) {
-            if let Some(resident) = self.runs.get(&run)
-                && resident.attempt != self.attempt
-            {
-                self.idle.push_back((run, resident.used_at));
+        for index in self.used.drain(..) {
+            let resident = &self.residents[index as usize];
+            if resident.attempt != self.attempt {
+                self.idle.push_back((resident.run, resident.used_at));
             }
         }
         self.used_blocks = self.wanted_blocks;
-        self.used = std::mem::take(&mut self.wanted);
+        std::mem::swap(&mut self.used, &mut self.wanted);
         // Every run is marked before any block is taken from an idle one.
         let mut short = Vec::new();
-        for &index in &self.used {
-            let Some(resident) = self.runs.get_mut(&index) else { continue };
+        for (place, &index) in (0..).zip(&self.used) {
+            let resident = &mut self.residents[index as usize];
             resident.used_at = self.step;
+            resident.place = place;
             if resident.generation != resident.wanted_generation {
                 // What is the same after all is found when the ids are written.
                 resident.generation = resident.wanted_generation;
                 resident.len = 0;
             }
             if resident.len < resident.wanted {
-                short.push((RunKey { index, generation: resident.generation }, resident.wanted));
+                short.push(index);
             }
         }
-        for (run, end) in short {
-            self.fill(run, end, writes);
+        for index in short {
+            self.fill(index, self.residents[index as usize].wanted, writes);
         }
         self.drop_outdated();
     }
 
     /// Blocks that `run`, of the current step, lacks to hold `end` chunk ids.
     pub fn lacking(&self, run: RunKey, end: u32) -> usize {
-        let held = self.runs.get(&run.index).map_or(0, |resident| resident.blocks.len());
+        let index = self.runs.get(&run.index);
+        let held = index.map_or(0, |&index| self.residents[index as usize].blocks.len());
         (end.div_ceil(self.block_len) as usize).saturating_sub(held)
     }
 
@@ -158,29 +206,32 @@ impl PageArena {
     }
 
     /// Extends a run of the current step from `begin` chunk ids to `end`. The caller has checked
-    /// that the blocks it lacks are to spare.
-    pub fn grow(&mut self, run: RunKey, begin: u32, end: u32, writes: &mut Vec<IdWrite>) {
+    /// that the blocks it lacks are to spare. Returns what [`PageArena::position`] takes.
+    pub fn grow(&mut self, run: RunKey, begin: u32, end: u32, writes: &mut Vec<IdWrite>) -> u32 {
         self.used_blocks += self.lacking(run, end);
-        if let Some(resident) = self.runs.get_mut(&run.index) {
-            // The run may have been longer once, and lost those chunks since.
-            resident.len = resident.len.min(begin);
-            resident.generation = run.generation;
-        }
-        self.fill(run, end, writes);
+        let index = self.runs[&run.index];
+        let resident = &mut self.residents[index as usize];
+        // The run may have been longer once, and lost those chunks since.
+        resident.len = resident.len.min(begin);
+        resident.generation = run.generation;
+        self.fill(index, end, writes);
+        index
     }
 
-    /// Where the chunk id of `chunk` in `run` lies in `page_ids`.
-    pub fn position(&self, run: RunKey, chunk: u32) -> u32 {
-        let block = self.runs[&run.index].blocks[(chunk / self.block_len) as usize];
+    /// Where the chunk id of `chunk` in a run lies in `page_ids`.
+    pub fn position(&self, index: u32, chunk: u32) -> u32 {
+        let block = self.residents[index as usize].blocks[(chunk / self.block_len) as usize];
         block * self.block_len + chunk % self.block_len
     }
 
-    fn fill(&mut self, run: RunKey, end: u32, writes: &mut Vec<IdWrite>) {
-        for _ in 0..self.lacking(run, end) {
+    fn fill(&mut self, index: u32, end: u32, writes: &mut Vec<IdWrite>) {
+        let num_blocks = end.div_ceil(self.block_len) as usize;
+        while self.residents[index as usize].blocks.len() < num_blocks {
             let block = self.take_block();
-            self.runs.entry(run.index).or_default().blocks.push(block);
+            self.residents[index as usize].blocks.push(block);
         }
-        let Some(resident) = self.runs.get_mut(&run.index) else { return };
+        let resident = &mut self.residents[index as usize];
+        let run = RunKey { index: resident.run, generation: resident.generation };
         while resident.len < end {
             let begin = resident.len;
             let border = (begin / self.block_len + 1) * self.block_len;
@@ -198,16 +249,18 @@ impl PageArena {
             }
             let (run, used_at) = self.idle.pop_front().expect("the caller checked the room");
             if self.is_idle(run, used_at)
-                && let Some(resident) = self.runs.remove(&run)
+                && let Some(&index) = self.runs.get(&run)
             {
-                self.free.extend(resident.blocks.iter().rev());
+                self.free.extend(self.residents[index as usize].blocks.drain(..).rev());
+                self.forget(index);
             }
         }
     }
 
     /// Whether a run was not used again since it went idle after the step `used_at`.
     fn is_idle(&self, run: u32, used_at: u64) -> bool {
-        self.runs.get(&run).is_some_and(|resident| resident.used_at == used_at)
+        let index = self.runs.get(&run);
+        index.is_some_and(|&index| self.residents[index as usize].used_at == used_at)
     }
 
     /// Bounds the idle list where runs go idle and come back over and over.

@@ -92,6 +92,8 @@ struct Piece {
     parent: u32,
     begin: u32,
     end: u32,
+    /// Its run in the arena.
+    held: u32,
 }
 
 impl Planner {
@@ -264,7 +266,7 @@ impl Planner {
         for index in 0..self.scratch.growths.len() {
             let Growth { member, run, begin, end } = self.scratch.growths[index];
             self.scratch.id_writes.clear();
-            self.arena.grow(run, begin, end, &mut self.scratch.id_writes);
+            let held = self.arena.grow(run, begin, end, &mut self.scratch.id_writes);
             self.write_ids(tree);
             let member = &mut self.members[member as usize];
             let block_len = self.arena.block_len();
@@ -284,7 +286,7 @@ impl Planner {
                             seq_end: member.place + 1,
                             start_pos: member.num_chunks * self.page_size,
                             num_pages: added,
-                            ids_begin: self.arena.position(run, begin),
+                            ids_begin: self.arena.position(held, begin),
                         },
                     );
                     self.image.set_segment_order(num_segments, &[row]);
@@ -328,13 +330,13 @@ impl Planner {
         pieces.clear();
         last_piece.clear();
         for (index, strip) in self.forest.strips.iter().enumerate() {
-            self.arena.want(strip.run, strip.end);
+            let held = self.arena.want(strip.run, strip.end);
             let mut parent = last_piece.get(strip.parent as usize).copied().unwrap_or(NONE);
             let mut begin = strip.begin;
             while begin < strip.end {
                 let border = (begin / self.arena.block_len() + 1) * self.arena.block_len();
                 let end = border.min(strip.end);
-                pieces.push(Piece { strip: index as u32, parent, begin, end });
+                pieces.push(Piece { strip: index as u32, parent, begin, end, held });
                 parent = pieces.len() as u32 - 1;
                 begin = end;
             }
@@ -385,7 +387,7 @@ impl Planner {
                     seq_end: strip.seq_end,
                     start_pos: start_chunk * self.page_size,
                     num_pages: piece.end - piece.begin,
-                    ids_begin: self.arena.position(strip.run, piece.begin),
+                    ids_begin: self.arena.position(piece.held, piece.begin),
                 },
             );
         }
@@ -398,7 +400,6 @@ impl Planner {
     fn order_segments(&mut self) {
         let Scratch { assigned, order, placed, .. } = &mut self.scratch;
         let view = self.image.view();
-        placed.clear();
         placed.resize(self.segment_rows.capacity(), false);
         for kept in assigned.iter().filter(|given| !given.is_new) {
             placed[kept.row as usize] = true;
@@ -406,11 +407,12 @@ impl Planner {
         order.clear();
         order.extend(view.segment_order.iter().filter(|&&row| placed[row as usize]));
         order.extend(assigned.iter().filter(|given| given.is_new).map(|given| given.row));
-        placed.fill(false);
+        assigned.iter().for_each(|given| placed[given.row as usize] = false);
         let parents_first = order.iter().all(|&row| {
             placed[row as usize] = true;
             placed.get(view.segments[row as usize].parent as usize).copied().unwrap_or(true)
         });
+        assigned.iter().for_each(|given| placed[given.row as usize] = false);
         if !parents_first {
             order.clear();
             order.extend(assigned.iter().map(|given| given.row));
