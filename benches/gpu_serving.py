@@ -3,9 +3,10 @@
 Llama-2-7B and Llama-3-8B shapes with random float16 weights, 512 tokens generated for each of the
 sequences. For each load the mean time of a decode step beside the floor: weights and distinct K/V,
 half of the new tokens generated, over the bandwidth of a plain read that is measured in the run;
-what the step's time goes to; and with `--compare` the step without sharing, half of the new tokens
-generated. Then the gap between steps on the device with the overlap of planning and without, and
-the time to the first token of 32 cached prompts.
+what the last steps' time goes to; and with `--compare` the step without sharing, half of the new
+tokens generated (without sharing, samples of one prompt are as other prompts). Then the gap between
+steps on the device with the overlap of planning and without, and the time to the first token of 32
+cached prompts.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from step_profile import Profile, watch
 from chunkcache import KernelError
 from chunkcache.engine import LLM, SamplingParams
 
-CHUNK_SIZE = 64
+# Prompts share whole chunks: of 4,095 equal tokens 4,064, with chunks of 64 only 4,032.
+CHUNK_SIZE = 32
 NUM_GENERATED = 512
 PROFILED_STEPS = 16
+# Those of the profile come after the others.
+MOST_GENERATED = NUM_GENERATED + 2 * PROFILED_STEPS
 UNSHARED_STEPS = 64
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-2-7B": {
@@ -94,9 +98,8 @@ class Result:
     Attributes:
         sharing: mean of our step, what is shared read once.
         spread: interquartile range over the median.
-        unshared: mean with sharing off, with half of the tokens generated; None if it was not run,
-            or does not fit into the device's memory.
-        profile: what a step's time goes to, in microseconds, with half of the tokens generated.
+        unshared: mean with sharing off, with half of the tokens generated; None if it was not run.
+        profile: what a step's time goes to, in microseconds, with all tokens generated.
         floor: weights and distinct K/V over the read bandwidth.
         goal: of the load.
         first_token: seconds to the first token of the last sequence, nothing cached before.
@@ -152,17 +155,21 @@ def prompts_of(load: Load) -> list[list[int]]:
     return tails.tolist()
 
 
-def make_llm(model: Any, load: Load, num_generated: int, **config: Any) -> LLM:
-    """Return an engine with room for a load."""
-    sharing = config.get("enable_prefix_sharing", True)
+def num_chunks(load: Load, num_generated: int, sharing: bool) -> int:
+    """Return how many chunks a load takes."""
     shared = load.shared if sharing else 0
     tokens_each = load.prompt - shared + num_generated + 2 * CHUNK_SIZE
-    chunks = load.batch * -(-tokens_each // CHUNK_SIZE) + shared // CHUNK_SIZE + 8
+    return load.batch * -(-tokens_each // CHUNK_SIZE) + shared // CHUNK_SIZE + 8
+
+
+def make_llm(model: Any, loads: list[Load], num_generated: int, **config: Any) -> LLM:
+    """Return an engine with room for each of the loads."""
+    sharing = config.get("enable_prefix_sharing", True)
     return LLM(
         model,
         chunk_size=CHUNK_SIZE,
-        capacity=chunks,
-        max_num_seqs=load.batch,
+        capacity=max(num_chunks(load, num_generated, sharing) for load in loads),
+        max_num_seqs=max(load.batch for load in loads),
         max_num_batched_tokens=8192,
         **config,
     )
@@ -188,7 +195,8 @@ def begin(llm: LLM, requests: list[Any], num_tokens: int = 1) -> None:
 
 
 def forget(llm: LLM) -> None:
-    """Give an engine's memory back; the caller holds the last reference."""
+    """Give an engine's memory back, when the caller has dropped it, too."""
+    llm.engine.settle()
     del llm
     # Its graphs and its arena are in reference cycles.
     gc.collect()
@@ -207,83 +215,97 @@ def step_times(requests: list[Any]) -> tuple[float, float, float]:
     return mean, (high - low) / median, together
 
 
-def serve(model: Any, load: Load, compiled: bool) -> tuple[float, float, float, Profile]:
-    """Return what `step_times` does, and the profile of steps half way."""
-    llm = make_llm(model, load, NUM_GENERATED, compile_model=compiled)
-    requests = requests_of(llm, load, NUM_GENERATED)
+def end(llm: LLM, requests: list[Any]) -> None:
+    """End requests, and forget what they left in the cache."""
+    llm.engine.abort(requests)
+    llm.engine.settle()
+    llm.cache.clear()
+
+
+def serve(llm: LLM, load: Load) -> tuple[float, float, float, Profile]:
+    """Return what `step_times` does, and the profile of the steps that follow."""
+    requests = requests_of(llm, load, MOST_GENERATED)
     begin(llm, requests, NUM_GENERATED)
     times = step_times(requests)
-    llm.engine.settle()
-    # Once more, the prompts being cached, to look inside.
-    requests = requests_of(llm, load, NUM_GENERATED)
-    begin(llm, requests, NUM_GENERATED // 2)
     profile = watch(llm.engine.step, PROFILED_STEPS)
-    llm.engine.abort(requests)
-    forget(llm)
+    end(llm, requests)
     return *times, profile
 
 
-def serve_unshared(model: Any, load: Load, compiled: bool) -> float | None:
-    """Return the mean of a decode step in ms half way, sharing off; None if it does not fit."""
+def half_way(load: Load) -> Load:
+    """Return a load whose prompts have half of the new tokens already, but for a few."""
     length = load.prompt + NUM_GENERATED // 2 - UNSHARED_STEPS // 2
-    half = dataclasses.replace(load, prompt=length, shared=length)
-    try:
-        llm = make_llm(
-            model, half, UNSHARED_STEPS, compile_model=compiled, enable_prefix_sharing=False
-        )
-    except (KernelError, torch.cuda.OutOfMemoryError):
-        return None
-    requests = requests_of(llm, half, UNSHARED_STEPS)
-    begin(llm, requests, UNSHARED_STEPS)
-    mean = step_times(requests)[0]
+    return dataclasses.replace(load, prompt=length, shared=length)
+
+
+def serve_unshared(model: Any, loads: list[Load], compiled: bool) -> dict[str, float]:
+    """Return the mean of a decode step in ms half way, sharing off, by the load's name."""
+    llm = make_llm(
+        model,
+        [half_way(load) for load in loads],
+        UNSHARED_STEPS,
+        compile_model=compiled,
+        enable_prefix_sharing=False,
+    )
+    means = {}
+    for load in loads:
+        requests = requests_of(llm, half_way(load), UNSHARED_STEPS)
+        begin(llm, requests, UNSHARED_STEPS)
+        means[load.name] = step_times(requests)[0]
+        end(llm, requests)
+        sys.stdout.write(f"{load.name:48s} {means[load.name]:6.2f} with sharing off\n")
+        sys.stdout.flush()
     forget(llm)
-    return mean
+    return means
 
 
-def time_to_first_token(model: Any) -> list[float]:
+def times_to_first_token(llm: LLM) -> list[float]:
     """Return, ten times, the seconds to the first token of 32 cached prompts of 4,096 tokens."""
-    load = Load("Llama-2-7B", 32, 4096, 4096, 0.0)
-    llm = make_llm(model, load, 1)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    prompts = prompts_of(load)
+    prompts = prompts_of(Load("Llama-2-7B", 32, 4096, 4096, 0.0))
     llm.generate(prompts, params)
     times = []
     for _ in range(10):
         before = time.perf_counter()
         llm.generate(prompts, params)
         times.append(time.perf_counter() - before)
-    forget(llm)
+    llm.cache.clear()
     return times
 
 
-def gaps(model: Any, load: Load) -> dict[str, Any]:
-    """Return the steps on the device with planning beside them and without."""
-    found = {}
-    for name, overlap in (("overlap", True), ("no overlap", False)):
-        llm = make_llm(model, load, NUM_GENERATED, enable_overlap=overlap)
-        requests = requests_of(llm, load, NUM_GENERATED)
-        begin(llm, requests, 20)
-        found[name] = watch(llm.engine.step, 2 * PROFILED_STEPS)._asdict()
-        llm.engine.abort(requests)
-        forget(llm)
-    return found
+def watch_gap(llm: LLM, load: Load) -> Profile:
+    """Return the steps of a load on the device, as they follow each other."""
+    requests = requests_of(llm, load, NUM_GENERATED)
+    begin(llm, requests, 20)
+    profile = watch(llm.engine.step, 2 * PROFILED_STEPS)
+    end(llm, requests)
+    return profile
 
 
-def measure(load: Load, model: Any, bandwidth: float, *, compare: bool, compiled: bool) -> Result:
+def measure(load: Load, llm: LLM, bandwidth: float) -> Result:
     """Run one load."""
-    config = model.config
+    config = llm.model.config
     head_dim = config.hidden_size // config.num_attention_heads
     token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     distinct = load.shared + load.batch * (load.prompt - load.shared + NUM_GENERATED // 2)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in llm.model.parameters())
     # Of the embedding only the rows of the step's tokens are read.
-    weights -= model.get_input_embeddings().weight.numel() * 2
+    weights -= llm.model.get_input_embeddings().weight.numel() * 2
     floor = 1e3 * (weights + distinct * token_bytes) / bandwidth
-    sharing, spread, first_token, profile = serve(model, load, compiled)
-    unshared = serve_unshared(model, load, compiled) if compare and load.shared else None
-    return Result(
-        load.name, sharing, spread, unshared, floor, load.goal, first_token, profile._asdict()
-    )
+    mean, spread, first_token, profile = serve(llm, load)
+    return Result(load.name, mean, spread, None, floor, load.goal, first_token, profile._asdict())
+
+
+def gaps(model: Any, llm: LLM, load: Load) -> dict[str, Any]:
+    """Return the steps on the device with planning beside them and without."""
+    found = {"load": load.name, "overlap": watch_gap(llm, load)._asdict()}
+    other = make_llm(model, [load], NUM_GENERATED, enable_overlap=False)
+    found["no overlap"] = watch_gap(other, load)._asdict()
+    forget(other)
+    for name in ("overlap", "no overlap"):
+        step, gap = found[name]["step"], found[name]["gap"]
+        sys.stdout.write(f"{name}: step {step:.0f} us, gap between steps {gap:.0f} us\n")
+    return found
 
 
 def run_shape(
@@ -292,30 +314,41 @@ def run_shape(
     """Run the loads of one shape, and write them as they come."""
     write = sys.stdout.write
     model = make_model(shape)
-    record: dict[str, Any] = {"loads": []}
+    llm = make_llm(model, loads, MOST_GENERATED, compile_model=arguments.compiled)
+    results = []
     for load in loads:
-        result = measure(
-            load, model, bandwidth, compare=arguments.compare, compiled=arguments.compiled
-        )
-        record["loads"].append(dataclasses.asdict(result))
-        unshared = "" if result.unshared is None else f" unshared {result.unshared:6.2f}"
+        result = measure(load, llm, bandwidth)
+        results.append(result)
         write(
-            f"{result.load:48s} {result.sharing:6.2f} (spread {result.spread:4.0%}){unshared}"
+            f"{result.load:48s} {result.sharing:6.2f} (spread {result.spread:4.0%})"
             f" floor {result.floor:5.2f} ({result.sharing / result.floor:.2f}) goal"
             f" {result.goal:5.1f}, first tokens {result.first_token:5.2f} s\n"
         )
         parts = ", ".join(f"{name} {us:.0f}" for name, us in result.profile["parts"].items())
         write(f"  {result.profile['kernels']:.0f} kernels, us: {parts}\n")
         sys.stdout.flush()
+    record: dict[str, Any] = {}
     if shape == "Llama-2-7B":
-        times = time_to_first_token(model)
-        record["cached_first_token_seconds"] = times
-        write(f"32 cached prompts, first token: {statistics.median(times):.4f} s\n")
-        record["gaps"] = {"load": loads[0].name, **gaps(model, loads[0])}
-        for name in ("overlap", "no overlap"):
-            found = record["gaps"][name]
-            write(f"{name}: step {found['step']:.0f} us, gap between steps {found['gap']:.0f} us\n")
+        record["cached_first_token_seconds"] = times_to_first_token(llm)
+        median = statistics.median(record["cached_first_token_seconds"])
+        write(f"32 cached prompts, first token: {median:.4f} s\n")
+        record["gaps"] = gaps(model, llm, loads[0])
     sys.stdout.flush()
+    forget(llm)
+    del llm
+    compared = [load for load in loads if load.shared and not load.as_samples]
+    means: dict[str, float] = {}
+    if arguments.compare and compared:
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            means = serve_unshared(model, compared, arguments.compiled)
+        except (KernelError, torch.OutOfMemoryError) as error:
+            write(f"with sharing off it does not fit: {error}\n")
+    record["loads"] = [
+        dataclasses.asdict(dataclasses.replace(result, unshared=means.get(result.load)))
+        for result in results
+    ]
     return record
 
 

@@ -7,6 +7,7 @@ import torch
 from chunkcache.engine import SamplingParams
 from chunkcache.engine.device_sampler import sample_rows
 from chunkcache.engine.sampler import sample
+from support.devices import DEVICES
 
 PARAMS = [
     {"temperature": 1.0},
@@ -31,13 +32,15 @@ def rows_of(count: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return (3 * torch.randn(count, size, generator=generator)).to(dtype)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("given", PARAMS)
-def test_each_kind_of_distribution(given, dtype) -> None:
+def test_each_kind_of_distribution(given, dtype, device) -> None:
     logits = rows_of(40, 200, dtype)
     params = [SamplingParams(**given)] * 40
     draws = np.random.default_rng(1).random(40).tolist()
-    assert sample_rows(logits, params, draws).tolist() == on_host(logits, params, draws)
+    found = sample_rows(logits.to(device), params, draws)
+    assert found.tolist() == on_host(logits, params, draws)
 
 
 def test_rows_have_their_own_parameters() -> None:
