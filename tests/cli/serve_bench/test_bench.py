@@ -147,6 +147,26 @@ def test_trials_of_a_search_take_turns_from_what_each_gets_through(make_options)
     assert [run.split(", ")[0] for run in runs_of(console)[2:]] == ["sharing on", "sharing off"] * 2
 
 
+def test_a_rate_that_only_a_batch_over_the_limit_keeps_up_is_not_tried(make_options) -> None:
+    # Four prompts computed one after the other make the first wait.
+    options = make_options(
+        rows=(Row(128, 0, 4, 0.1),),
+        contenders=("off",),
+        search=True,
+        sample=0,
+        repeats=0,
+        max_num_seqs=4,
+        max_trials=1,
+        latency_limit_ms=1500,
+    )
+    result, _ = run(options)
+    contender = result.experiments[0].contenders["sharing off"]
+    assert contender.throughputs[0].normalised_latency_ms > 1500
+    (trial,) = contender.search.trials
+    assert trial.rps == pytest.approx(contender.throughput_rps / 1.25)
+    assert contender.search.missed_rps in (trial.rps, contender.throughput_rps)
+
+
 def test_where_the_pools_do_not_fit_together_one_comes_after_the_other(
     make_options, monkeypatch
 ) -> None:
@@ -262,8 +282,7 @@ def test_the_report_names_every_figure(make_options) -> None:
         "peak",
         "served/s",
         "10000 ms/token",
-        "requests/s,",
-        "all at once",
+        "All requests at once:",
         "throughput, on / off",
         "K/V memory saved",
         "agrees with the reference",

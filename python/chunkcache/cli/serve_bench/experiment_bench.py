@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 from types import TracebackType
 
 from chunkcache.cli.serve_bench.budget import TimeBudget
@@ -145,6 +146,11 @@ class ExperimentBench:
             max_trials=self._options.max_trials,
             highest=math.inf if throughput is None or not is_most else throughput,
         )
+        latencies = [summary.normalised_latency_ms for summary in result.throughputs]
+        if throughput and is_most and median(latencies) > self._options.latency_limit_ms:
+            # The rate can be kept up, but by a full batch, which is over the limit. A short run
+            # ends before its batch is full.
+            search.learn(throughput, median(latencies))
         if result.latency_ms is not None:
             search.learn(row.rps, result.latency_ms)
         return search

@@ -82,7 +82,10 @@ def _draw_bars(
 def _draw_curve(axes: Axes, result: ExperimentResult, limit: float) -> None:
     for name, contender in result.contenders.items():
         trials = contender.search.trials if contender.search else []
-        points = sorted((t.rps, t.latency_ms) for t in trials if t.latency_ms is not None)
+        points = [(t.rps, t.latency_ms) for t in trials if t.latency_ms is not None]
+        if result.experiment.row is not None and contender.latency_ms is not None:
+            points.append((result.experiment.row.rps, contender.latency_ms))
+        points.sort()
         if points:
             rates, latencies = zip(*points, strict=True)
             axes.plot(rates, latencies, "o-", color=_COLOURS[name], label=name, markersize=4)

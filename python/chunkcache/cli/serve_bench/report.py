@@ -54,6 +54,9 @@ def print_report(result: BenchResult, files: list[Path], console: Console) -> No
     console.print()
     console.print(_table(result, _LATENCY_COLUMNS))
     console.print(_table(result, _load_columns(limit)))
+    if any(c.throughputs for e in result.experiments for c in e.contenders.values()):
+        console.print("All requests at once:")
+        console.print(_table(result, _AT_ONCE_COLUMNS))
     for experiment in result.experiments:
         for line in _notes(experiment):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -102,6 +105,16 @@ def _of_summary(text: Callable[[Summary], str]) -> Callable[[ContenderResult], s
 
     def cell(contender: ContenderResult) -> str:
         return NOT_MEASURED if contender.typical is None else text(contender.typical)
+
+    return cell
+
+
+def _at_once(text: Callable[[Summary], str]) -> Callable[[ContenderResult], str]:
+    """Return a cell's text from the typical run with all requests at once, if there is one."""
+
+    def cell(contender: ContenderResult) -> str:
+        run = contender.typical_throughput
+        return NOT_MEASURED if run is None else text(run)
 
     return cell
 
@@ -161,12 +174,21 @@ _LATENCY_COLUMNS = (
 )
 
 
+_AT_ONCE_COLUMNS = (
+    Column("requests/s", _throughput),
+    Column("ms/token", _at_once(lambda s: f"{s.normalised_latency_ms:.1f}")),
+    Column("first token, ms\np50/p90/p99", _at_once(_first_token)),
+    Column("next token, ms\np50/p90/p99", _at_once(_next_token)),
+    Column("peak K/V", _at_once(lambda s: _bytes(s.peak_kv_bytes))),
+    Column("peak\nbatch", _at_once(lambda s: str(s.peak_batch))),
+)
+
+
 def _load_columns(limit: float) -> tuple[Column, ...]:
     return (
         Column("peak K/V", _of_summary(lambda s: _bytes(s.peak_kv_bytes))),
         Column("peak\nbatch", _of_summary(lambda s: str(s.peak_batch))),
         Column("served/s", _of_summary(lambda s: f"{s.requests_per_second:.3g}")),
-        Column("requests/s,\nall at once", _throughput),
         Column(f"requests/s within\n{limit:g} ms/token", lambda c: _rate(c.search)),
     )
 

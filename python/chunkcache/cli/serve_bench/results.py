@@ -39,6 +39,12 @@ class ContenderResult:
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
     @property
+    def typical_throughput(self) -> Summary | None:
+        """The run of median throughput (the lower one of two), None without any."""
+        ordered = sorted(self.throughputs, key=lambda summary: summary.requests_per_second)
+        return ordered[(len(ordered) - 1) // 2] if ordered else None
+
+    @property
     def peak_kv_bytes(self) -> int | None:
         """The most of any run with the workload's arrivals; of the others if there is none."""
         peaks = [summary.peak_kv_bytes for summary in self.summaries or self.throughputs]
