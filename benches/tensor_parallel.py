@@ -139,17 +139,10 @@ def _report(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     prompts = _prompts(arguments)
     for row in rows:
         row["worst"] = _check(model, prompts, row["tokens"], TOLERANCE[arguments.dtype])
-        same = sum(
-            one == other
-            for mine, theirs in zip(row["tokens"], rows[-1]["tokens"], strict=True)
-            for one, other in zip(mine, theirs, strict=True)
-        )
-        row["same_tokens"] = same / (arguments.batch * arguments.tokens)
         del row["tokens"]
         console.print(
             f"{row['name']:20} {row['step_ms']:7.3f} ms a step (spread {row['spread_ms']:.3f}), "
-            f"{row['seconds_to_load']:.1f} s to load, {row['same_tokens']:.1%} of the whole "
-            f"model's tokens, worst choice {row['worst']:.1e} below the best"
+            f"{row['seconds_to_load']:.1f} s to load, worst token {row['worst']:.1e} below the best"
         )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"arguments": str(arguments), "rows": rows}, indent=1))

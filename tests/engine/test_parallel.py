@@ -91,6 +91,7 @@ def results(folders, adapters, serve) -> list[dict[str, Any]]:
                 },
             ),
             "asynchronous": ("asynchronous", {**on_llama, "prompts": PROMPTS}),
+            "forgotten": ("forgotten", on_llama),
             "phi3": (
                 "refusal",
                 {"model": str(folders["phi3"]), "options": {"tensor_parallel_size": 2}},
@@ -171,6 +172,10 @@ def test_the_others_follow_the_first_process_step_by_step(results) -> None:
     assert sum(first["chunks"]) == 24
 
 
+def test_those_that_follow_an_engine_that_is_forgotten_end(results) -> None:
+    assert [result["forgotten"] for result in results] == ["ended", "ended"]
+
+
 def test_only_the_first_process_takes_requests(results) -> None:
     assert "this is not the first process" in results[1]["asynchronous"]["served"]
 
@@ -224,6 +229,12 @@ def test_a_process_that_dies_is_an_error_for_every_caller(folders, serve) -> Non
     case = ("asynchronous_loss", {"model": str(folders["llama"])})
     first, _ = serve({"dies": case}, codes=(0, 9))
     assert "process 1 has ended" in first["dies"]
+
+
+def test_a_process_that_cannot_follow_is_an_error_for_every_caller(folders, serve) -> None:
+    first, second = serve({"fails": ("asynchronous_failure", {"model": str(folders["llama"])})})
+    assert "process 1 failed: following failed: ZeroDivisionError" in first["fails"]
+    assert second["fails"].startswith("ZeroDivisionError")
 
 
 def test_one_process_is_not_two(folders) -> None:

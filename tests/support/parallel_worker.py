@@ -5,6 +5,7 @@ are rewritten after each case, since a process may not survive its last one.
 """
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -245,7 +246,39 @@ def _on_devices(
     }
 
 
+def _asynchronous_failure(model: str) -> str:
+    """Let the second process be unable to follow."""
+
+    async def main() -> str:
+        async with AsyncLLM(model, tensor_parallel_size=int(os.environ["WORLD_SIZE"])) as llm:
+            if dist.get_rank() == 0:
+                return await _refused(llm, [1, 2])
+            llm.llm.engine._follow = lambda *_: 1 / 0
+            try:
+                await llm.shutdown()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            return "ended"
+
+    try:
+        return asyncio.run(main())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _forgotten(model: str) -> str:
+    """Let the first process forget its engine; the second then has nothing to follow."""
+    llm = AsyncLLM(model, tensor_parallel_size=int(os.environ["WORLD_SIZE"]))
+    if dist.get_rank() == 0:
+        del llm
+        gc.collect()
+        return "ended"
+    return _message(lambda: asyncio.run(llm.shutdown())).replace("served", "ended")
+
+
 KINDS = {
+    "asynchronous_failure": _asynchronous_failure,
+    "forgotten": _forgotten,
     "on_devices": _on_devices,
     "served": _served,
     "adapted": _adapted,

@@ -92,7 +92,7 @@ class LLM:
         processes = Processes(place)
         # At the end of the program all end, and no process needs to be told.
         weakref.finalize(self, processes.close).atexit = False
-        with parallel.reporting("making the engine", processes):
+        with processes.reporting("making the engine"):
             self._set_up(model, tokenizer, dtype, place, lora_adapters, processes)
 
     def _set_up(

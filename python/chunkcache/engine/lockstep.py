@@ -137,15 +137,21 @@ class LockstepEngine:
         Raises:
             EngineError: a process is lost.
         """
-        with self._lock:
-            while True:
-                with self._failing():
-                    name, value = self._processes.receive()
-                if name == "release":
-                    return
+        with self._lock, self._processes.reporting("following"):
+            while (call := self._next_call()) is not None:
                 # The requests have got their errors, which the first process's callers see.
                 with suppress(EngineError):
-                    self._follow(name, value, make)
+                    self._follow(*call, make)
+
+    def _next_call(self) -> _Call | None:
+        try:
+            call: _Call = self._processes.receive()
+        except EngineError as error:
+            self._engine.fail(str(error))
+            self._processes.check()
+            # The first process has forgotten its engine.
+            return None
+        return None if call[0] == "release" else call
 
     def _follow(self, name: str, value: Any, make: Callable[[Order], Request]) -> None:
         if name == "add":

@@ -8,8 +8,7 @@ picks the tokens for all, lest rounding errors make them disagree.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from chunkcache.engine.config import EngineConfig, ModelSpec
-from chunkcache.engine.executor import Picker, Runner, named
+from chunkcache.engine.executor import Picker, Runner
 from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.picker import Pick, Picked
 from chunkcache.engine.processes import FIRST, Processes
@@ -153,7 +152,7 @@ class SharedRunner:
 
     def run(self, step: StepInput) -> torch.Tensor:
         """Compute this process's part of a step; see `ModelRunner.run`."""
-        with reporting("the model step", self._processes):
+        with self._processes.reporting("the model step"):
             return self._runner.run(step)
 
 
@@ -168,7 +167,7 @@ class SharedPicker:
 
     def pick(self, logits: torch.Tensor, picks: Sequence[Pick]) -> Picked:
         """Pick a token for each of ``picks``; see `TokenPicker.pick`."""
-        with reporting("picking", self._processes):
+        with self._processes.reporting("picking"):
             # The tokens, and whether something else follows.
             shared = torch.zeros(len(picks) + 1, dtype=torch.int64, device=logits.device)
             if self._processes.is_first:
@@ -204,16 +203,3 @@ class SharedPicker:
         objects = [extras]
         dist.broadcast_object_list(objects, group=self._group, group_src=FIRST, device=device)
         return objects[0]
-
-
-@contextmanager
-def reporting(what: str, processes: Processes) -> Iterator[None]:
-    """Let the other processes know when ``what`` fails in this one."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, RuntimeError):
-            # Perhaps it failed for want of another process.
-            processes.notice()
-        processes.fail(f"{what} failed: {named(error)}")
-        raise

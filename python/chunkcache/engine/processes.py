@@ -11,8 +11,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -89,7 +89,8 @@ class Processes:
         self._lost: str | None = None
         self._noticed = threading.Event()
         self._losing = threading.Lock()
-        self._sending = threading.Lock()
+        # The garbage collector may close this in the middle of a message of the same thread.
+        self._sending = threading.RLock()
         self._has_left = False
         self._peers = self._connected(device)
         self._inboxes: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in self._peers}
@@ -168,14 +169,26 @@ class Processes:
         if self._lost is not None:
             raise EngineError(self._lost)
 
-    def notice(self) -> None:
-        """`check`, after the time that it takes to notice that a process has ended."""
-        self._noticed.wait(2 * _GRACE_SECONDS)
-        self.check()
-
     def fail(self, reason: str) -> None:
         """Let all processes know that this one cannot go on with what they do together."""
         self._lose(f"process {self.rank} failed: {reason}")
+
+    @contextmanager
+    def reporting(self, what: str) -> Iterator[None]:
+        """Let all processes know when ``what`` fails in this one.
+
+        Raises:
+            EngineError: it failed since another process is lost.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, RuntimeError):
+                # A collective that failed fails before it is known why.
+                self._noticed.wait(2 * _GRACE_SECONDS)
+                self.check()
+            self.fail(f"{what} failed: {type(error).__name__}: {error}")
+            raise
 
     def close(self) -> None:
         """Leave: the others are told that this is no failure. The second time does nothing."""
@@ -217,9 +230,7 @@ class Processes:
             for peer, rank in list(open_peers.items()):
                 if peer not in ready:
                     continue
-                kind, message = "ended", None
-                with suppress(EOFError, OSError):
-                    kind, message = peer.recv()
+                kind, message = _received(peer)
                 if kind == "news":
                     self._inboxes[rank].put((message,))
                 elif kind == "lost":
@@ -245,3 +256,13 @@ class Processes:
         if self._break_off is not None:
             _broken[self._group] = reason
             threading.Thread(target=self._break_off, daemon=True).start()
+
+
+def _received(peer: _Connection) -> tuple[str, Any]:
+    try:
+        message: tuple[str, Any] = peer.recv()
+    except (EOFError, OSError):
+        return "ended", None
+    except Exception as error:
+        return "lost", f"what a process told was not understood: {error!r}"
+    return message
