@@ -74,6 +74,15 @@ def test_a_caller_may_be_cancelled_while_it_closes(llama, make_prompt) -> None:
     assert len(_run(llama, scenario).outputs[0].token_ids) == 12
 
 
+def test_half_characters_in_a_salt_are_refused_before_anything_has_begun(llama) -> None:
+    async def scenario(llm):
+        with pytest.raises(InvalidConfigError, match=r"cache_salt has .*allowed is text without"):
+            await _last(llm.generate([1, 2], PARAMS, cache_salt="a\ud800"))
+        return llm.stats.num_steps
+
+    assert _run(llama, scenario) == 0
+
+
 def test_iterators_that_nobody_reads_are_no_requests(llama) -> None:
     async def scenario(llm):
         kept = [llm.generate([1, 2], LONG, request_id="same") for _ in range(10)]

@@ -128,3 +128,17 @@ def test_fp8_has_several_names(dtype) -> None:
 def test_scales_are_for_fp8_alone() -> None:
     with pytest.raises(InvalidConfigError, match=r"v_scale is 0\.5; allowed is None unless"):
         EngineConfig(v_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guided_regex": "a\ud800"},
+        {"guided_choice": ["a", "b\ud800"]},
+        {"guided_json": '{"const": "\ud800"}'},
+    ],
+)
+def test_half_characters_in_a_grammar_are_refused(options) -> None:
+    (name,) = options
+    with pytest.raises(InvalidConfigError, match=f"{name} has .*allowed is text without lone"):
+        SamplingParams(**options)

@@ -89,3 +89,16 @@ def test_a_chat_without_a_template_is_refused(tokenizer) -> None:
 def test_a_message_without_content_is_refused(tokenizer) -> None:
     with pytest.raises(InvalidConfigError, match="role and content"):
         _ids([{"role": "user"}], tokenizer)
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800b", [{"role": "user", "content": "a\ud800b"}]])
+def test_half_characters_are_refused(tokenizer, prompt) -> None:
+    with pytest.raises(InvalidConfigError, match=r"prompt 0 has .*allowed is text without lone"):
+        _ids(prompt, tokenizer)
+
+
+def test_a_chat_that_its_template_refuses_is_refused(tokenizer, monkeypatch) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(InvalidConfigError, match=r"prompt 0 is a chat .*: roles must alternate"):
+        _ids(CHAT, tokenizer)

@@ -13,6 +13,7 @@ import torch
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.device import resolve_device
 from chunkcache.engine.params import SamplingParams
+from chunkcache.engine.texts import check_text
 from chunkcache.errors import InvalidConfigError
 
 
@@ -37,6 +38,7 @@ def check_adapters(adapters: Any) -> dict[str, Path]:
     for name, path in given.items():
         if not isinstance(name, str) or not name or not isinstance(path, (str, Path)):
             raise InvalidConfigError(f"lora_adapters has {name!r}: {path!r}; allowed is {allowed}")
+        check_text("lora_adapters", name)
     return {name: Path(path).expanduser() for name, path in given.items()}
 
 
@@ -144,6 +146,7 @@ def check_salt(cache_salt: Any) -> None:
     """Refuse a cache_salt that is not a str."""
     if not isinstance(cache_salt, str):
         raise InvalidConfigError(f"cache_salt is {cache_salt!r}; allowed is a str")
+    check_text("cache_salt", cache_salt)
 
 
 def check_priority(priority: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chunkcache.engine.texts import check_text
 from chunkcache.errors import InvalidConfigError
 
 _MAX_BIAS = 100
@@ -153,6 +154,11 @@ class SamplingParams:
                 allowed = "None, or a list of one or more strings that are not empty"
                 raise _out_of_range("guided_choice", choice, allowed)
             object.__setattr__(self, "guided_choice", choices)
+        for name in given:
+            value = getattr(self, name)
+            for text in value if isinstance(value, tuple) else [value]:
+                if isinstance(text, str):
+                    check_text(name, text)
 
     @property
     def guided(self) -> str | None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from chunkcache import _core
+from chunkcache.engine.texts import check_text
 from chunkcache.errors import InvalidConfigError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -115,6 +116,7 @@ def _check_ids(prompt: Any, vocab_size: int, name: str) -> list[int]:
 def _encode(text: str, tokenizer: Any | None, name: str, *, add_special_tokens: bool) -> list[int]:
     if tokenizer is None:
         raise InvalidConfigError(f"{name} is text, but there is no tokenizer; allowed is token ids")
+    check_text(name, text)
     encoded = tokenizer(text, add_special_tokens=add_special_tokens)
     return [int(token) for token in encoded["input_ids"]]
 
@@ -130,7 +132,12 @@ def _render_chat(messages: Any, tokenizer: Any | None, name: str) -> str:
             raise InvalidConfigError(
                 f"{name} has the message {message!r}; allowed is a mapping with role and content"
             )
-    rendered: str = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=False
-    )
+    try:
+        rendered: str = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # Whatever a template's own code raises.
+        raise InvalidConfigError(
+            f"{name} is a chat that the tokenizer's chat template does not take: {error}"
+        ) from error
     return rendered
