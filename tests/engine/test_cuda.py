@@ -160,8 +160,8 @@ def test_kv_cache_in_fp8(llama64, make_prompt, watched, over_fp8, graphs) -> Non
     prompts = [make_prompt(3 + 9 * i, seed=i + 1, prefix=prefix) for i in range(4)]
     options = {"chunk_size": 16, "max_num_seqs": 8, "enable_cuda_graphs": graphs}
     fp8 = {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 0.125}
-    llm = LLM(llama64, capacity_bytes=2**20, **options, **fp8)
-    assert llm.capacity == 2 * LLM(llama64, capacity_bytes=2**20, **options).capacity
+    llm = LLM(llama64, capacity_bytes=3 * 2**18, **options, **fp8)
+    assert llm.capacity == 2 * LLM(llama64, capacity_bytes=3 * 2**18, **options).capacity
     requests = serve(llm, prompts, PARAMS)
     with implementation(llama64, over_fp8):
         for request in requests:
