@@ -156,7 +156,8 @@ pub fn apply_patch(words: &mut [u32], patch: &[u32]) -> Result<()> {
 /// Sorts ranges and joins those that overlap or nearly touch.
 fn coalesce(ranges: impl Iterator<Item = (u32, u32)>) -> Vec<Range<u32>> {
     let mut sorted: Vec<_> = ranges.collect();
-    sorted.sort_unstable();
+    // Stable, since that is fast where most come in order.
+    sorted.sort();
     let mut joined: Vec<Range<u32>> = Vec::new();
     for (begin, end) in sorted {
         match joined.last_mut() {

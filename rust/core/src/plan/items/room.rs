@@ -87,9 +87,16 @@ pub(in crate::plan) fn room_of_spans(
     for &len in qo_lens {
         before.push(before[before.len() - 1] + len);
     }
+    // Most segments are like the one before.
+    let mut last = ((0, false), Room::default());
     for (begin, end) in spans {
-        let num_tokens = before[end as usize] - before[begin as usize];
-        room.add(shape, num_tokens, end - begin == 1);
+        let kind = (before[end as usize] - before[begin as usize], end - begin == 1);
+        if kind != last.0 {
+            last = (kind, Room::default());
+            last.1.add(shape, kind.0, kind.1);
+        }
+        room.num_items += last.1.num_items;
+        room.num_merges += last.1.num_merges;
     }
     room
 }

@@ -293,7 +293,8 @@ impl Slices {
                 self.batches.push((turn(tile, cost, is_last), runs));
             });
         }
-        self.batches.sort_unstable();
+        // Stable, since that is fast where much is in order, as the slices of equal tiles are.
+        self.batches.sort();
         let batches = self.batches.iter().map(|&(turn, count)| Batch {
             cost: cost_of(turn),
             count,

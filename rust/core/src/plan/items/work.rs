@@ -129,7 +129,7 @@ impl Work {
                 marks.iter_mut().for_each(|mark| mark.is_finished = true);
             }
         }
-        ranked.sort_unstable();
+        ranked.sort();
     }
 
     fn place_merges(&mut self, tiles: &[Tile], shape: &HeadShape) {
