@@ -1,10 +1,13 @@
 """The engine as a contender, in a time in which every step takes one second."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from chunkcache.cli.serve_bench.clock import VirtualClock
 from chunkcache.cli.serve_bench.contenders import EngineContender, ServerLimits
-from chunkcache.cli.serve_bench.transformers_batching import ContinuousBatching
+from chunkcache.cli.serve_bench.transformers_batching import ContinuousBatching, bytes_in_use
 from chunkcache.cli.serve_bench.watch import OverLimitError, Watcher
 from chunkcache.cli.serve_bench.workload import TimedRequest
 from tiny_models import CONFIGS, make_model
@@ -96,3 +99,20 @@ def test_transformers_peaks_are_those_of_its_pool(model) -> None:
     run = serve(ContinuousBatching(model, LIMITS), TimedRequest(0.0, PROMPT, 6))
     chunk_bytes = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, heads, tokens, head_dim, float32
     assert (run.peak_batch, run.peak_kv_bytes) == (1, 4 * chunk_bytes)
+
+
+def test_blocks_in_use_are_counted_in_a_cache_of_earlier_transformers() -> None:
+    # Ten blocks of 64 bytes, and two for padding; keys and values of two layers.
+    layers = [torch.zeros(12, 16, dtype=torch.float32) for _ in range(2)]
+    cache = SimpleNamespace(
+        key_cache=layers, value_cache=layers, num_blocks=10, get_num_free_blocks=lambda: 7
+    )
+    assert bytes_in_use(cache) == 3 * 4 * 64
+
+
+def test_a_closed_engine_is_made_again_when_it_is_needed(model) -> None:
+    contender = engine(model)
+    request = TimedRequest(0.0, PROMPT, 4)
+    first = serve(contender, request)
+    contender.close()
+    assert serve(contender, request) == first

@@ -112,7 +112,7 @@ class _Peaks:
 
     def note(self, processor: Any) -> None:
         """Look at a step that is about to run."""
-        self.kv_bytes = max(self.kv_bytes, _bytes_in_use(processor.cache))
+        self.kv_bytes = max(self.kv_bytes, bytes_in_use(processor.cache))
         self.batch = max(self.batch, len(processor.scheduler.active_requests))
 
 
@@ -123,7 +123,7 @@ def _page_size_name() -> str:
     return "page_size" if "page_size" in names else "block_size"
 
 
-def _bytes_in_use(cache: Any) -> int:
+def bytes_in_use(cache: Any) -> int:
     """Return the bytes of K and V of running requests.
 
     What is kept for reuse by nobody who runs does not count, as it does not with us.
