@@ -36,6 +36,9 @@ constexpr u32 ITEM_SLOTS = 4;
 // to be there in time, late enough that a block does not hold work that others wait for.
 constexpr u32 TAKE_NEXT_AT = 20;
 constexpr u32 LOAD_NEXT_AT = 10;
+// Stages that a block sends before all else, one step's where warpgroups multiply. Not more: q is
+// loaded at the same time, and comes after them.
+constexpr u32 START_STAGES = 4;
 
 template <u32 D>
 struct Shape {
@@ -125,6 +128,7 @@ struct Control {
   u64 merge_known;
   u32 issued;                      // stages that the producer has begun to fill, over the launch
   u32 taken[MAX_CONSUMER_WARPS];   // items that each warp has finished
+  u32 sent;                        // stages of the first item whose copies went out at the start
   u32 stolen;                      // 1: another block has this block's first item
   u32 num_merge_items;             // of the launch, and this block's first
   MergeItem merge_item;
@@ -141,10 +145,9 @@ struct RingPosition {
   u32 slot;
   u32 phase;
 
-  __device__ __forceinline__ void advance(u32 steps, u32 size) {
-    slot += steps;
-    while (slot >= size) {
-      slot -= size;
+  __device__ __forceinline__ void advance(u32 size) {
+    if (++slot == size) {
+      slot = 0;
       phase ^= 1;
     }
   }

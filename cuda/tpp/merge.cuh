@@ -119,9 +119,9 @@ struct ColumnMerge {
           slots[k] = e.base + row.kv_head * e.stride + row.head;
         }
       }
-      bool waiting;
-      do {
-        waiting = false;
+#pragma unroll 1
+      while (true) {
+        bool waiting = false;
 #pragma unroll
         for (u32 k = 0; k < BATCH; ++k) {
           v[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -133,7 +133,18 @@ struct ColumnMerge {
         }
 #pragma unroll
         for (u32 k = 0; k < BATCH; ++k) waiting |= !is_written(v[k]) || !is_written(lse[k]);
-      } while (__any_sync(~0u, waiting));
+        if (!__any_sync(~0u, waiting)) break;
+        // Who waits asks for one word of each, so that many who wait do not slow down those who write.
+        do {
+          waiting = false;
+#pragma unroll
+          for (u32 k = 0; k < BATCH; ++k) {
+            if (slots[k] != NONE) lse[k] = ptx::look(partial_lse<D>(p, slots[k]) + copy);
+          }
+#pragma unroll
+          for (u32 k = 0; k < BATCH; ++k) waiting |= !is_written(lse[k]);
+        } while (__any_sync(~0u, waiting));
+      }
 
       float high = max;
 #pragma unroll

@@ -18,6 +18,7 @@ __device__ __forceinline__ void tile_positions(const TppParams& p, const Item& i
     highest = lowest + static_cast<i32>(item.num_tok) - 1;
     return;
   }
+#pragma unroll 1
   for (u32 i = lane; i < item.num_tok; i += 32) {
     const TokenRow& t = p.tokens[item.tok_begin + i];
     const SequenceRow& s = p.sequences[t.seq];
@@ -158,6 +159,48 @@ __device__ __forceinline__ void copy_boxes(const TppParams& p, u32 stage, u32 fu
 }
 #endif
 
+#if defined(CHUNKCACHE_TMA)
+// How many stages of a block's first item `start_copies` sends: none where a stage takes more than
+// one box, or the first keys are out of the window.
+template <u32 D>
+__device__ __forceinline__ u32 stages_at_start(const TppParams& p, const Item& item,
+                                               const KeyRange& range) {
+  if (D % 64 != 0 || p.box_tokens != KEYS || range.first_block != 0) return 0;
+  const u32 most = item.grouped<D>() ? STEP : START_STAGES;
+  return min(range.end_block / STEP * STEP * item.num_heads, most);
+}
+
+// Sends them, K and V by the tensor copy engine, with as little code as that takes: the loop that
+// sends all others, which runs for the first time, would take longer than the way to the memory.
+template <u32 D>
+__device__ __forceinline__ void start_copies(const TppParams& p, Control& control, u32 ring,
+                                             const Item& item, u32 word, u32 count, u64 policy) {
+  using S = Shape<D>;
+  u32 head = 0, first = 0;
+#pragma unroll 1
+  for (u32 i = 0; i < count; ++i) {
+    u32 page = ITEM_HEAD_WORDS, offset = first + i % STEP * KEYS;
+#pragma unroll 1
+    for (; offset >= p.page_size; offset -= p.page_size) ++page;
+    const u32 id = __shfl_sync(~0u, word, page);
+    const u32 full = ptx::shared_address(&control.full[i]);
+    const u32 to = ring + i * S::stage_bytes;
+    if (ptx::elect_one()) {
+      ptx::barrier_arrive_expect_bytes(full, S::stage_bytes);
+      ptx::copy_box(to, &p.k_map, full, policy, 0, offset, 0, item.kv_head + head, id);
+      ptx::copy_box(to + S::k_bytes, &p.v_map, full, policy, 0, offset, 0, item.kv_head + head, id);
+    }
+    __syncwarp();
+    if (i % STEP == STEP - 1 && ++head == item.num_heads) {
+      head = 0;
+      first += STEP * KEYS;
+    }
+  }
+  if (ptx::elect_one()) ptx::publish(ptx::shared_address(&control.issued), count);
+  __syncwarp();
+}
+#endif
+
 // Where K or V lie.
 struct Source {
   const u8* base;
@@ -248,6 +291,7 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
   u32 held = NONE;    // an item of the queue that waits until all first items are claimed
   RingPosition stage{0, 0};
   u32 issued = 0;
+  u32 sent = 0;       // stages whose copies went out at the start
   RingPosition slot{0, 0};
 #if defined(CHUNKCACHE_TMA)
   // Tables are written by launches that let none start early; all else is read from here on.
@@ -273,12 +317,20 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
     }
 
     const KeyRange range = key_range(p, item, lane);
+    const bool is_first = index == blockIdx.x && issued == 0;
+#if defined(CHUNKCACHE_TMA)
+    if (is_first) sent = stages_at_start<D>(p, item, range);
+#endif
     if (lane == 0) {
+      if (is_first) control.sent = sent;
       message.range = range;
       ptx::barrier_arrive(ptx::shared_address(&control.range_full[slot.slot]));
     }
     __syncwarp();
-    slot.advance(1, ITEM_SLOTS);
+#if defined(CHUNKCACHE_TMA)
+    if (is_first) start_copies<D>(p, control, ring, item, word, sent, policy);
+#endif
+    slot.advance(ITEM_SLOTS);
 
     const u32 inline_page = __shfl_sync(~0u, word, ITEM_HEAD_WORDS + lane % ITEM_PAGES);
     const bool grouped = item.grouped<D>();
@@ -311,18 +363,18 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
       // The slot's fill before this one has landed and was read: from here on the parity of its
       // barrier is unambiguous, also to a warp that did not take part in that fill.
       ++issued;
-      if (lane == 0) ptx::publish(ptx::shared_address(&control.issued), issued);
+      if (lane == 0) ptx::publish(ptx::shared_address(&control.issued), max(issued, sent));
       const u32 to = ring + stage.slot * S::stage_bytes;
       const u32 full = ptx::shared_address(&control.full[stage.slot]);
 #if defined(CHUNKCACHE_TMA)
-      copy_boxes<D>(p, to, full, from, head, grouped, policy);
+      if (issued > sent) copy_boxes<D>(p, to, full, from, head, grouped, policy);
 #endif
-      if (grouped) {
+      if (grouped || issued <= sent) {
         ptx::barrier_arrive(full);
       } else {
         copy_share<D>(p, to, full, from, head, policy, lane);
       }
-      stage.advance(1, p.ring_stages);
+      stage.advance(p.ring_stages);
     });
     if (load_at == 0) look_ahead();
   }
@@ -387,6 +439,7 @@ __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 r
   const u64 policy = ptx::policy_evict_first();
   RingPosition stage{0, 0};
   RingPosition slot{0, 0};
+  u32 sent = NONE;    // of the first item's stages, those that went out at the start: not known yet
   if (helper == 0) {
     warm_merges(p, control, lane);
     __syncwarp();
@@ -408,6 +461,7 @@ __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 r
     if (message.last != 0) break;
     if (helper == HELPERS - 1) warm(p, message.item, lane);
     ptx::barrier_wait(ptx::shared_address(&control.range_full[slot.slot]), slot.phase);
+    if (sent == NONE) sent = control.sent;
     if (message.item.grouped<D>()) {
       const KeyRange range = message.range;
       const u32 stages = (range.end_block - range.first_block) * message.item.num_heads;
@@ -415,24 +469,30 @@ __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 r
       for (u32 i = 0; i < stages; ++i) {
         ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]), stage.phase ^ 1);
         ptx::barrier_arrive(ptx::shared_address(&control.full[stage.slot]));
-        stage.advance(1, p.ring_stages);
+        stage.advance(p.ring_stages);
       }
+      sent = 0;
     } else {
       for_each_stage(p, message.item, message.range, message.pages[lane % ITEM_PAGES], lane,
                      [&](const StageSource& from, u32 head) {
                        ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]),
                                          stage.phase ^ 1);
-                       copy_share<D>(p, ring + stage.slot * S::stage_bytes,
-                                     ptx::shared_address(&control.full[stage.slot]), from, head,
-                                     policy, thread);
-                       stage.advance(1, p.ring_stages);
+                       const u32 full = ptx::shared_address(&control.full[stage.slot]);
+                       if (sent == 0) {
+                         copy_share<D>(p, ring + stage.slot * S::stage_bytes, full, from, head,
+                                       policy, thread);
+                       } else {
+                         ptx::barrier_arrive(full);
+                         --sent;
+                       }
+                       stage.advance(p.ring_stages);
                      });
     }
     __syncwarp();
     if (lane < ptx::ARRIVING_LANES) {
       ptx::barrier_arrive(ptx::shared_address(&control.item_empty[slot.slot]));
     }
-    slot.advance(1, ITEM_SLOTS);
+    slot.advance(ITEM_SLOTS);
   }
 }
 
