@@ -91,6 +91,7 @@ def results(folders, adapters, serve) -> list[dict[str, Any]]:
                 },
             ),
             "asynchronous": ("asynchronous", {**on_llama, "prompts": PROMPTS}),
+            "soak": ("soak", on_llama),
             "forgotten": ("forgotten", on_llama),
             "phi3": (
                 "refusal",
@@ -170,6 +171,15 @@ def test_the_others_follow_the_first_process_step_by_step(results) -> None:
     assert first["num_steps"] == second["num_steps"] > 12
     assert first["chunks"] == second["chunks"]
     assert sum(first["chunks"]) == 24
+
+
+def test_a_crowd_of_callers_leaves_nothing_in_any_process(results) -> None:
+    first, second = (result["soak"] for result in results)
+    ends = first.pop("ends")
+    assert sum(ends.values()) == 100
+    assert min(ends[end] for end in ("finished", "cancelled", "aborted", "refused")) > 0
+    assert first == second
+    assert first["chunks"][2] == 0
 
 
 def test_those_that_follow_an_engine_that_is_forgotten_end(results) -> None:

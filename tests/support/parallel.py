@@ -39,6 +39,8 @@ def serve_cases(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    paths = [str(_WORKER.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not on_cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(_WORKER), str(folder / "cases"), str(folder / "result")]

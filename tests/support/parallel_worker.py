@@ -19,6 +19,7 @@ import transformers
 
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
 from chunkcache.engine.picker import TokenPicker
+from support.soak import CAPACITY, CHUNK_SIZE, Alone, make_prompts, soak
 
 GREEDY = {"max_tokens": 12}
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -175,6 +176,33 @@ async def _callers(llm: AsyncLLM, prompts: list[list[int]]) -> Any:
     return {"tokens": tokens, "aborted": (await aborted)[1]}
 
 
+def _soak(model: str) -> Any:
+    """Let a crowd of callers do what callers do, and compare what they get with one process's."""
+
+    async def main() -> Any:
+        size = int(os.environ["WORLD_SIZE"])
+        options = {"chunk_size": CHUNK_SIZE, "capacity": CAPACITY, "max_num_seqs": 12}
+        async with AsyncLLM(
+            model, tensor_parallel_size=size, max_num_batched_tokens=48, **options
+        ) as llm:
+            # Nor do the prompts have any.
+            llm.llm.tokenizer = None
+            record = None
+            if dist.get_rank() == 0:
+                record = await soak(llm, make_prompts(seed=1), seed=0, num_callers=100)
+        stats = llm.llm.cache.stats()
+        chunks = [stats.num_free, stats.num_evictable, stats.num_sequences]
+        return record, {"num_steps": llm.stats.num_steps, "chunks": chunks}
+
+    record, counts = asyncio.run(main())
+    if record is not None:
+        alone = Alone(transformers.AutoModelForCausalLM.from_pretrained(model).eval())
+        for prompt, output in record.answers:
+            alone.check(prompt, output)
+        counts["ends"] = dict(record.ends)
+    return counts
+
+
 async def _refused(llm: AsyncLLM, prompt: list[int]) -> str:
     try:
         async for _ in llm.generate(prompt, LONG):
@@ -277,6 +305,7 @@ def _forgotten(model: str) -> str:
 
 
 KINDS = {
+    "soak": _soak,
     "asynchronous_failure": _asynchronous_failure,
     "forgotten": _forgotten,
     "on_devices": _on_devices,
