@@ -311,6 +311,14 @@ def test_options_out_of_range_are_refused(make_options, name: str, value: float)
         make_options(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "more", [{"search": False}, {"search": True, "trace": Path("trace.jsonl")}]
+)
+def test_nothing_to_measure_is_refused(make_options, more: dict) -> None:
+    with pytest.raises(InvalidConfigError, match="throughput_runs and repeats are 0"):
+        make_options(throughput_runs=0, repeats=0, **more)
+
+
 @pytest.mark.parametrize("contenders", [(), ("on", "on"), ("vllm",)])
 def test_wrong_contenders_are_refused(make_options, contenders: tuple) -> None:
     with pytest.raises(InvalidConfigError, match="contender"):

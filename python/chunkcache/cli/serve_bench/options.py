@@ -123,6 +123,13 @@ class BenchOptions:
             _check_above_zero(name, getattr(self, name))
         if self.time_limit is not None:
             _check_above_zero("time_limit", self.time_limit)
+        searches = self.search and self.trace is None
+        if not (self.throughput_runs or self.repeats or searches):
+            raise InvalidConfigError(
+                f"throughput_runs and repeats are 0 and search is {self.search}"
+                f"{'' if self.trace is None else ' with a trace'}; allowed is at least one of them "
+                "to measure by (a search needs rows)"
+            )
         for name in self.contenders:
             if name not in CONTENDERS:
                 raise InvalidConfigError(
