@@ -145,7 +145,7 @@ def block_tables(rounds: int) -> Iterator[tuple[str, list[tuple[float, float, in
         for _ in range(rounds // 6):
             planner = attention.BlockTablePlanner(16)
             follower = Follower(planner._planner)
-            lens = np.full(BATCH, 8192)
+            lens = np.full(BATCH, 8192, dtype=np.int32)
             for step in range(34):
                 begin = time.perf_counter()
                 plan = planner.plan(table, lens, only_grew=only_grew)

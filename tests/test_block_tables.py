@@ -62,6 +62,16 @@ def test_each_plan_is_that_of_its_tables(rng, form, only_grew) -> None:
         paged.grow()
 
 
+@pytest.mark.parametrize("dtypes", [("i4", "i4", "i4"), ("i4", "i8", "i4"), ("i8", "i4", "i8")])
+@pytest.mark.parametrize("form", ["plan", "plan_csr"])
+def test_integers_of_any_width_make_the_same_plan(rng, form, dtypes) -> None:
+    paged, planner = Growing(rng), attention.BlockTablePlanner(PAGE)
+    tables = paged.csr() if form == "plan_csr" else (paged.block_table, paged.seq_lens)
+    arrays = [np.array(table, dtype) for table, dtype in zip(tables, dtypes, strict=False)]
+    plan = getattr(planner, form)(*arrays, np.arange(4, dtype=dtypes[2]))
+    assert np.array_equal(paged.run(plan), paged.expected())
+
+
 def test_other_sequences_are_planned_anew(rng) -> None:
     paged, planner = Growing(rng), attention.BlockTablePlanner(PAGE)
     planner.plan(paged.block_table, paged.seq_lens)

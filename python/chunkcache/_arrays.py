@@ -203,14 +203,17 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def int_array(name: str, values: Any, ndim: int, high: int = 2**32 - 1) -> npt.NDArray[np.int64]:
-    """Return a numpy array, a torch tensor or nested sequences of integers as int64.
+def int_array(
+    name: str, values: Any, ndim: int, high: int = 2**32 - 1, *, keep_int32: bool = False
+) -> npt.NDArray[Any]:
+    """Return a numpy array, a torch tensor or nested sequences of integers as int64, contiguous.
 
     Args:
         name: the argument's name, for messages.
         values: the integers.
         ndim: their number of dimensions.
         high: the largest integer that is allowed, for messages; what 64 bits hold is not refused.
+        keep_int32: whether int32 stays int32.
 
     Raises:
         InvalidConfigError: not integers, another number of dimensions, or a tensor that is not on
@@ -238,7 +241,8 @@ def int_array(name: str, values: Any, ndim: int, high: int = 2**32 - 1) -> npt.N
         _check_entries(name, array, high)
     elif not np.issubdtype(array.dtype, np.integer):
         raise InvalidConfigError(f"{name}: got {array.dtype}, allowed is {allowed}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    keeps = keep_int32 and array.dtype == np.int32
+    return np.ascontiguousarray(array, dtype=np.int32 if keeps else np.int64)
 
 
 def _check_entries(name: str, array: npt.NDArray[Any], high: int) -> None:

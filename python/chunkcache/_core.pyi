@@ -37,6 +37,7 @@ __all__ = [
 __version__: str
 
 _Words: TypeAlias = npt.NDArray[np.uint32]
+_Indices: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 _Heads: TypeAlias = tuple[int, int, int, bool]
 _Costs: TypeAlias = tuple[int, float, float, float]
 _Work: TypeAlias = tuple[_Words, _Words, _Words, _Words, _Words, int]
@@ -260,17 +261,17 @@ class BlockTablePlanner:
     def page_size(self) -> int: ...
     def plan(
         self,
-        block_table: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-        qo_indptr: npt.NDArray[np.int64] | None,
+        block_table: _Indices,
+        seq_lens: _Indices,
+        qo_indptr: _Indices | None,
         only_grew: bool,
     ) -> Plan: ...
     def plan_csr(
         self,
-        kv_indptr: npt.NDArray[np.int64],
-        kv_indices: npt.NDArray[np.int64],
-        kv_last_page_len: npt.NDArray[np.int64],
-        qo_indptr: npt.NDArray[np.int64] | None,
+        kv_indptr: _Indices,
+        kv_indices: _Indices,
+        kv_last_page_len: _Indices,
+        qo_indptr: _Indices | None,
         only_grew: bool,
     ) -> Plan: ...
     def tables(self, plan: Plan) -> tuple[int, int, list[int], int, int]: ...

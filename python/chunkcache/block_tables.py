@@ -3,7 +3,10 @@
 Prefixes that sequences share are found by equal leading page ids.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from chunkcache import _arrays, _core
 from chunkcache._arrays import int_array
@@ -11,6 +14,8 @@ from chunkcache._core import Plan
 
 #: Tokens of a sequence, and so of a page, at most: positions are of 31 bits.
 _MAX_POSITIONS = 2**31 - 1
+
+_Indices: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 def plan_from_block_tables(
@@ -112,12 +117,12 @@ class BlockTablePlanner:
         Raises:
             InvalidConfigError: as `plan_from_block_tables`; the last plan stays valid then.
         """
-        return self._planner.plan(
-            int_array("block_table", block_table, 2),
-            int_array("seq_lens", seq_lens, 1, _MAX_POSITIONS),
-            None if qo_indptr is None else int_array("qo_indptr", qo_indptr, 1),
-            _arrays.flag("only_grew", only_grew),
+        table, lens, rows = _of_one_width(
+            int_array("block_table", block_table, 2, keep_int32=True),
+            int_array("seq_lens", seq_lens, 1, _MAX_POSITIONS, keep_int32=True),
+            _rows(qo_indptr),
         )
+        return self._planner.plan(table, lens, rows, _arrays.flag("only_grew", only_grew))
 
     def plan_csr(
         self,
@@ -140,10 +145,22 @@ class BlockTablePlanner:
         Raises:
             InvalidConfigError: as `plan_from_csr`; the last plan stays valid then.
         """
-        return self._planner.plan_csr(
-            int_array("kv_indptr", kv_indptr, 1),
-            int_array("kv_indices", kv_indices, 1),
-            int_array("kv_last_page_len", kv_last_page_len, 1, _MAX_POSITIONS),
-            None if qo_indptr is None else int_array("qo_indptr", qo_indptr, 1),
-            _arrays.flag("only_grew", only_grew),
+        indptr, indices, last, rows = _of_one_width(
+            int_array("kv_indptr", kv_indptr, 1, keep_int32=True),
+            int_array("kv_indices", kv_indices, 1, keep_int32=True),
+            int_array("kv_last_page_len", kv_last_page_len, 1, _MAX_POSITIONS, keep_int32=True),
+            _rows(qo_indptr),
         )
+        only_grew = _arrays.flag("only_grew", only_grew)
+        return self._planner.plan_csr(indptr, indices, last, rows, only_grew)
+
+
+def _rows(qo_indptr: Any) -> _Indices | None:
+    return None if qo_indptr is None else int_array("qo_indptr", qo_indptr, 1, keep_int32=True)
+
+
+def _of_one_width(*arrays: Any) -> Any:
+    """Return arrays as they are if all are int32, else all as int64; None stays None."""
+    if all(array is None or array.dtype == np.int32 for array in arrays):
+        return arrays
+    return [None if array is None else array.astype(np.int64, copy=False) for array in arrays]

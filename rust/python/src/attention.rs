@@ -6,7 +6,7 @@ use chunkcache::attention::{
 };
 use chunkcache::kv::{PageStrides, PagedKv, PagedShape};
 use chunkcache::plan;
-use pyo3::buffer::PyBuffer;
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
 use crate::args::{self, IntoPython};
@@ -15,10 +15,10 @@ use crate::options::{Options, kept_workers};
 use crate::plan::PyPlan;
 
 /// Somebody else's integers, contiguous int64.
-pub type Indices = PyBuffer<i64>;
+type Indices = PyBuffer<i64>;
 
 /// The integers.
-pub fn slice(indices: &Indices) -> &[i64] {
+pub fn slice<T: Element>(indices: &PyBuffer<T>) -> &[T] {
     // SAFETY: the export keeps the array in place; it was made for this call.
     indices.as_slice_ptr().map_or(&[], |slice| unsafe { slice.as_ref() })
 }

@@ -2,12 +2,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-use chunkcache::error::Result;
-use chunkcache::plan::{BlockTablePlanner, Cutter, PageTable, Plan};
+use chunkcache::error::{Error, Result};
+use chunkcache::plan::{BlockTablePlanner, Cutter, Index, PageTable, Plan};
+use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
 use crate::args::{self, IntoPython};
-use crate::attention::{Indices, slice};
+use crate::attention::slice;
 use crate::device::{TableState, stage, table_state};
 use crate::plan::{OpenPlan, PyPlan, put_blocks, take_blocks};
 use crate::work::{Heads, cutter};
@@ -19,6 +20,53 @@ use crate::work::{Heads, cutter};
 pub struct PyBlockTablePlanner {
     page_size: u32,
     state: Mutex<State>,
+}
+
+/// Somebody else's integers, contiguous: int32, as vLLM and FlashInfer have them, or int64.
+#[derive(FromPyObject)]
+enum Indices {
+    Narrow(PyBuffer<i32>),
+    Wide(PyBuffer<i64>),
+}
+
+impl Indices {
+    /// Entries of the second dimension.
+    fn width(&self) -> usize {
+        let shape = match self {
+            Self::Narrow(buffer) => buffer.shape(),
+            Self::Wide(buffer) => buffer.shape(),
+        };
+        shape.get(1).copied().unwrap_or(0)
+    }
+}
+
+/// Integers of a width that one call's arrays all have.
+trait OfWidth: Index + pyo3::buffer::Element + Send + Sync {
+    /// The integers, if they have that width.
+    fn of(indices: &Indices) -> Option<&[Self]>;
+}
+
+impl OfWidth for i32 {
+    fn of(indices: &Indices) -> Option<&[Self]> {
+        match indices {
+            Indices::Narrow(buffer) => Some(slice(buffer)),
+            Indices::Wide(_) => None,
+        }
+    }
+}
+
+impl OfWidth for i64 {
+    fn of(indices: &Indices) -> Option<&[Self]> {
+        match indices {
+            Indices::Narrow(_) => None,
+            Indices::Wide(buffer) => Some(slice(buffer)),
+        }
+    }
+}
+
+/// Arrays that are not all of one width.
+fn mixed() -> Error {
+    Error::invalid("block_table", "arrays of int32 and of int64", "all of one dtype")
 }
 
 #[derive(Debug, Default)]
@@ -52,13 +100,17 @@ impl PyBlockTablePlanner {
         self.lock().idle = Some(planner);
     }
 
-    fn next(
+    fn next<T: OfWidth>(
         slf: Py<Self>,
         py: Python<'_>,
-        table: &PageTable<'_, i64>,
-        qo_indptr: Option<&[i64]>,
+        table: &PageTable<'_, T>,
+        qo_indptr: Option<&Indices>,
         only_grew: bool,
     ) -> PyResult<PyPlan> {
+        let qo_indptr = match qo_indptr {
+            Some(rows) => Some(T::of(rows).ok_or_else(mixed).into_python(py)?),
+            None => None,
+        };
         let made = py.detach(|| {
             let own = slf.get();
             let mut state = own.lock();
@@ -103,11 +155,11 @@ impl PyBlockTablePlanner {
 const ROOM_TO_GROW: usize = 16;
 
 /// Larger tables, for the same heads as those before.
-fn renewed(
+fn renewed<T: OfWidth>(
     page_size: u32,
     before: Option<&BlockTablePlanner>,
-    table: &PageTable<'_, i64>,
-    qo_indptr: Option<&[i64]>,
+    table: &PageTable<'_, T>,
+    qo_indptr: Option<&[T]>,
 ) -> Result<(Box<BlockTablePlanner>, Plan)> {
     let (num_sequences, num_pages) = table.size(page_size)?;
     let capacity = |needed: usize, held: u32| {
@@ -154,10 +206,20 @@ impl PyBlockTablePlanner {
         qo_indptr: Option<Indices>,
         only_grew: bool,
     ) -> PyResult<PyPlan> {
-        let width = block_table.shape().get(1).copied().unwrap_or(0);
-        let (block_table, seq_lens) = (slice(&block_table), slice(&seq_lens));
-        let table = PageTable::Dense { block_table, width, seq_lens };
-        Self::next(slf, py, &table, qo_indptr.as_ref().map(slice), only_grew)
+        fn over<'a, T: OfWidth>(
+            block_table: &'a Indices,
+            seq_lens: &'a Indices,
+        ) -> Option<PageTable<'a, T>> {
+            let width = block_table.width();
+            let (block_table, seq_lens) = (T::of(block_table)?, T::of(seq_lens)?);
+            Some(PageTable::Dense { block_table, width, seq_lens })
+        }
+        let qo_indptr = qo_indptr.as_ref();
+        if let Some(table) = over::<i32>(&block_table, &seq_lens) {
+            return Self::next(slf, py, &table, qo_indptr, only_grew);
+        }
+        let table = over::<i64>(&block_table, &seq_lens).ok_or_else(mixed).into_python(py)?;
+        Self::next(slf, py, &table, qo_indptr, only_grew)
     }
 
     /// Plan over FlashInfer's three arrays.
@@ -171,12 +233,22 @@ impl PyBlockTablePlanner {
         qo_indptr: Option<Indices>,
         only_grew: bool,
     ) -> PyResult<PyPlan> {
-        let table = PageTable::Csr {
-            kv_indptr: slice(&kv_indptr),
-            kv_indices: slice(&kv_indices),
-            kv_last_page_len: slice(&kv_last_page_len),
-        };
-        Self::next(slf, py, &table, qo_indptr.as_ref().map(slice), only_grew)
+        fn over<'a, T: OfWidth>(
+            kv_indptr: &'a Indices,
+            kv_indices: &'a Indices,
+            kv_last_page_len: &'a Indices,
+        ) -> Option<PageTable<'a, T>> {
+            let (kv_indptr, kv_indices) = (T::of(kv_indptr)?, T::of(kv_indices)?);
+            let kv_last_page_len = T::of(kv_last_page_len)?;
+            Some(PageTable::Csr { kv_indptr, kv_indices, kv_last_page_len })
+        }
+        let qo_indptr = qo_indptr.as_ref();
+        if let Some(table) = over::<i32>(&kv_indptr, &kv_indices, &kv_last_page_len) {
+            return Self::next(slf, py, &table, qo_indptr, only_grew);
+        }
+        let table = over::<i64>(&kv_indptr, &kv_indices, &kv_last_page_len);
+        let table = table.ok_or_else(mixed).into_python(py)?;
+        Self::next(slf, py, &table, qo_indptr, only_grew)
     }
 
     /// The tables of an open plan, as `DeviceCache.tables` tells them.
