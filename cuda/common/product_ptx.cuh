@@ -29,6 +29,15 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
+// In two halves: what is between them need not wait for blocks that have not come to the first.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // All threads of the cluster's blocks come here before any goes on.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

@@ -45,6 +45,8 @@ __device__ __forceinline__ void normalize(const NormParams& p) {
 #if __CUDA_ARCH__ >= 900
   __shared__ float warp_sums[8];
   __shared__ float block_sums[NORM_BLOCKS];
+  // Shared memory of a block may be written once the block has begun.
+  ptx::cluster_arrive();
   const u32 rank = ptx::cluster_rank();
   const u32 row = blockIdx.x / NORM_BLOCKS;
   u32 columns[NORM_VECTORS];
@@ -84,6 +86,7 @@ __device__ __forceinline__ void normalize(const NormParams& p) {
   squares = warp_sum(squares);
   if (lane == 0) warp_sums[threadIdx.x / 32] = squares;
   __syncthreads();
+  ptx::cluster_wait();
   if (threadIdx.x < 32) {
     const float sum = warp_sum(lane < blockDim.x / 32 ? warp_sums[lane] : 0.0f);
     if (lane < NORM_BLOCKS) ptx::store_at(ptx::shared_address(&block_sums[rank]), lane, sum);
