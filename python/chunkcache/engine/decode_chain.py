@@ -1,7 +1,7 @@
 """Records a decode step as a chain of our own kernels, for models built as Llama is.
 
-A layer is eight launches (`chunkcache.kernels.decode`), each of which starts while the one before
-it ends; weights are read where the model has them.
+A layer is nine launches, the attention and eight of `chunkcache.kernels.decode`, each of which
+starts while the one before it ends; weights are read where the model has them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from chunkcache import ChunkCache
 from chunkcache.engine.decode_stack import DecodeStack, Layer
 from chunkcache.kernels.decode import (
-    MAX_ROWS,
     MAX_WIDTH,
     DecodeKernels,
     HeadNorms,
@@ -158,6 +157,3 @@ def _head_norms(layer: Layer) -> HeadNorms | None:
         return None
     q, k = layer.head_norms
     return HeadNorms(q.weight, k.weight, q.epsilon)
-
-
-__all__ = ["MAX_ROWS", "DecodeChain", "can_chain"]

@@ -16,7 +16,7 @@ import torch
 
 from chunkcache import ChunkCache
 from chunkcache.engine.attention import keep_from_compilation
-from chunkcache.engine.decode_chain import MAX_ROWS, DecodeChain, can_chain
+from chunkcache.engine.decode_chain import DecodeChain, can_chain
 from chunkcache.engine.decode_stack import find_stack
 from chunkcache.engine.device import to_device
 from chunkcache.engine.fused_norms import fused_norms
@@ -25,6 +25,7 @@ from chunkcache.engine.picker import best_tokens
 from chunkcache.engine.runner import ModelRunner, StepInput
 from chunkcache.engine.token_feed import TokenFeed
 from chunkcache.errors import InvalidConfigError, KernelError
+from chunkcache.kernels.decode import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 
