@@ -229,9 +229,7 @@ __device__ __forceinline__ void attend(const TppParams& p, const Keys& keys, Con
       ring.wait(first + i, slot, address);
       const int4 bounds = control.keys[warp_index];
       const i32 first_key = bounds.z + static_cast<i32>((step * STEP + i) * KEYS);
-      const bool masked =
-          first_key < bounds.x || first_key + static_cast<i32>(KEYS) - 1 > bounds.y;
-      warp.stage(p, address[0], first_key, masked, limits, bounds.w, lane);
+      warp.stage(p, address[0], first_key, bounds, limits, lane);
       __syncwarp();
       if (Ring<D>::releases(lane, keys.row_tiles)) ring.release(slot, keys.row_tiles);
     }

@@ -15,6 +15,10 @@ struct F32 {
 struct F16 {
   using Storage = u16;
   static constexpr u32 id = 1;
+  // Of the elements of a word, all bits but the signs; and what carries infinities and NaN, and no
+  // other, over into the signs.
+  static constexpr u32 magnitude = 0x7fff7fff;
+  static constexpr u32 to_sign = 0x04000400;
   static __device__ __forceinline__ u32 pack(float low, float high) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -47,6 +51,8 @@ struct F16 {
 struct BF16 {
   using Storage = u16;
   static constexpr u32 id = 2;
+  static constexpr u32 magnitude = 0x7fff7fff;
+  static constexpr u32 to_sign = 0x00800080;
   static __device__ __forceinline__ u32 pack(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -77,6 +83,8 @@ struct BF16 {
 struct E4M3 {
   using Storage = u8;
   static constexpr u32 id = 3;
+  static constexpr u32 magnitude = 0x7f7f7f7f;
+  static constexpr u32 to_sign = 0x01010101;
   // To the nearest, ties to even; beyond 448 it is 448, and NaN stays NaN.
   static __device__ __forceinline__ u16 pack(float low, float high) {
     u16 r;

@@ -67,6 +67,12 @@ __device__ __forceinline__ float4 load_shared(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ u32 load_shared_word(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 // ---- arithmetic
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -362,6 +368,12 @@ __device__ __forceinline__ u32 load_u32(const void* p) {
   u32 v;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
+}
+
+__device__ __forceinline__ u32 lane() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 // A value is needed here, whatever comes after.

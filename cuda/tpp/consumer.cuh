@@ -4,6 +4,7 @@
 
 #include "../common/softmax.cuh"
 #include "fp8.cuh"
+#include "masked.cuh"
 #include "rows.cuh"
 
 namespace chunkcache::tpp {
@@ -222,16 +223,26 @@ struct Warp {
     }
   }
 
-  // One stage by a warp alone: keys [first_key, first_key + 32) of the slice. `masked`: some row may
-  // not see all of them.
-  __device__ __forceinline__ void stage(const TppParams& p, u32 address, i32 first_key, bool masked,
-                                        const int2* row_limits, i32 num_keys, u32 lane) {
+  // One stage by a warp alone: keys [first_key, first_key + 32) of the slice, of which all rows see
+  // those from bounds.x to bounds.y, and which end at bounds.w.
+  __device__ __forceinline__ void stage(const TppParams& p, u32 address, i32 first_key,
+                                        const int4& bounds, const int2* row_limits, u32 lane) {
+    const i32 num_keys = bounds.w;
+    const i32 last_key = first_key + static_cast<i32>(KEYS) - 1;
+    const bool masked = first_key < bounds.x || last_key > bounds.y;
     float s[4][4];
     scores(s, address, lane);
     prepare(p, s, first_key, masked, row_limits, num_keys, lane);
     u32 weights[2][4];
     weigh<4>(s, 1.0f, weights);
+    const u32 v = address + S::k_bytes;
     if (masked) {
+      // A key that some rows do not see has weight 0 there, and 0 times what is not finite is NaN.
+      const bool partly_seen = first_key < bounds.x || min(last_key, num_keys - 1) > bounds.y;
+      if (partly_seen && !all_finite<T, D>(v, num_keys - first_key, lane)) {
+        add_values_seen<T, D>(o, v, weights, first_key, row_limits, num_keys);
+        return;
+      }
       // Rows of V past the last key hold whatever was there: 0 times that may be NaN.
       u32 keep[2][2];
 #pragma unroll
@@ -240,10 +251,10 @@ struct Warp {
         keep[i / 2][i & 1] =
             (first < num_keys ? 0xffffu : 0u) | (first + 1 < num_keys ? 0xffff0000u : 0u);
       }
-      add_values<true>(address + S::k_bytes, weights, keep, lane);
+      add_values<true>(v, weights, keep, lane);
     } else {
       const u32 keep[2][2] = {};
-      add_values<false>(address + S::k_bytes, weights, keep, lane);
+      add_values<false>(v, weights, keep, lane);
     }
   }
 
