@@ -333,7 +333,7 @@ __device__ __forceinline__ void attention(const TppParams& p) {
     if (warp == 0) ptx::prefetch_tensor_map(&p.k_map);
     if (warp == 1) ptx::prefetch_tensor_map(&p.v_map);
 #else
-    constexpr u32 full_arrivals = COPY_THREADS;
+    constexpr u32 full_arrivals = STAGE_THREADS;
 #endif
     if (warp == 0) {
       control.issued = 0;

@@ -25,6 +25,9 @@ constexpr bool FP8 = false;
 constexpr u32 KV_BYTES = FP8 ? 1 : 2;
 constexpr u32 HELPERS = 3;
 constexpr u32 COPY_THREADS = (1 + HELPERS) * 32;
+// Those that fill one stage by cp.async. One of fp8 is short for what a warp has to do to find it, so
+// that the warps take turns.
+constexpr u32 STAGE_THREADS = FP8 ? 32 : COPY_THREADS;
 constexpr u32 KEYS = 32;            // keys of one ring stage
 constexpr u32 STEP = 2;             // stages of one K/V head that follow each other
 constexpr u32 ROWS = 16;            // query rows of one warp

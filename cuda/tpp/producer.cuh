@@ -213,18 +213,23 @@ __device__ __forceinline__ void copy_rows(const Source& source, u32 box_tokens, 
                                           const StageSource& from, u32 head, u64 policy,
                                           u32 thread) {
   constexpr u32 pieces = Shape<D>::kv_row_bytes / 16;
-  constexpr u32 rows_at_once = COPY_THREADS / pieces;
-  if (COPY_THREADS % pieces == 0 && rows_at_once % 8 == 0 && box_tokens == KEYS) {
-    // A thread's pieces lie one below the other, also once they are swizzled.
+  constexpr u32 rows_at_once = STAGE_THREADS / pieces;
+  if (STAGE_THREADS % pieces == 0 && (FP8 || rows_at_once % 8 == 0) && box_tokens == KEYS) {
+    // Rows that are a multiple of eight apart lie one below the other, also once they are swizzled.
+    constexpr u32 rows_apart = rows_at_once % 8 == 0 ? rows_at_once : 8;
     const u32 row = thread / pieces;
     const u32 piece = thread % pieces;
     const u8* at = source.base + from.page0 * source.page_bytes + head * source.head_bytes +
                    (from.offset0 + row) * source.token_bytes + piece * 16;
-    to += (piece / 8) * BOX_BYTES + swizzled(row, piece % 8);
 #pragma unroll
-    for (u32 i = 0; i < KEYS; i += rows_at_once) {
-      ptx::copy_async_16(to + i * COLUMN_BYTES, at, policy);
-      at += rows_at_once * source.token_bytes;
+    for (u32 first = 0; first < rows_apart; first += rows_at_once) {
+      const u32 below = to + ((piece / 8) * BOX_BYTES + swizzled(row + first, piece % 8));
+      const u8* next = at + first * source.token_bytes;
+#pragma unroll
+      for (u32 i = 0; i < KEYS; i += rows_apart) {
+        ptx::copy_async_16(below + i * COLUMN_BYTES, next, policy);
+        next += rows_apart * source.token_bytes;
+      }
     }
     return;
   }
@@ -235,7 +240,7 @@ __device__ __forceinline__ void copy_rows(const Source& source, u32 box_tokens, 
     const u8* at = source.base + page * source.page_bytes + head * source.head_bytes +
                    offset * source.token_bytes;
 #pragma unroll 1
-    for (u32 i = thread; i < box_tokens * pieces; i += COPY_THREADS) {
+    for (u32 i = thread; i < box_tokens * pieces; i += STAGE_THREADS) {
       const u32 row = i / pieces;
       const u32 piece = i % pieces;
       ptx::copy_async_16(to + (piece / 8) * BOX_BYTES + swizzled(part * box_tokens + row, piece % 8),
@@ -244,11 +249,18 @@ __device__ __forceinline__ void copy_rows(const Source& source, u32 box_tokens, 
   }
 }
 
+// Whether a thread takes part in filling the stage that is the `number`th of the launch.
+__device__ __forceinline__ bool fills(u32 number, u32 thread) {
+  constexpr u32 turns = COPY_THREADS / STAGE_THREADS;
+  return turns == 1 || number % turns == thread / STAGE_THREADS;
+}
+
 // This thread's share of a stage by cp.async.
 template <u32 D>
 __device__ __forceinline__ void copy_share(const TppParams& p, u32 stage, u32 full,
                                            const StageSource& from, u32 head, u64 policy,
                                            u32 thread) {
+  if constexpr (STAGE_THREADS < COPY_THREADS) thread %= STAGE_THREADS;
   if constexpr (!TMA) {
     const Source k{static_cast<const u8*>(p.k), p.k_page_bytes, p.k_head_bytes, p.k_token_bytes};
     copy_rows<D>(k, p.box_tokens, stage, from, head, policy, thread);
@@ -371,7 +383,7 @@ __device__ __forceinline__ void produce(const TppParams& p, Control& control, u3
 #endif
       if (grouped || issued <= sent) {
         ptx::barrier_arrive(full);
-      } else {
+      } else if (fills(issued, lane)) {
         copy_share<D>(p, to, full, from, head, policy, lane);
       }
       stage.advance(p.ring_stages);
@@ -428,6 +440,17 @@ __device__ __forceinline__ void warm_merges(const TppParams& p, Control& control
   }
 }
 
+// Where stages are filled in turn, a warp does not wait for those of others, so that it may be a lap
+// ahead of the slot's last fill, and the parity that it waits for may be that of two fills before.
+// The producer waits for every stage: once it has begun the slot's last fill that one is over.
+__device__ __forceinline__ void wait_for_producer(const Control& control, u32 number) {
+  if constexpr (STAGE_THREADS < COPY_THREADS) {
+    while (static_cast<i32>(ptx::published(ptx::shared_address(&control.issued)) - number) < 0) {
+      ptx::sleep();
+    }
+  }
+}
+
 // A helper warp: the producer's items, as the consumers get them, and its share of every stage.
 template <u32 D>
 __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 ring, u32 helper,
@@ -455,6 +478,7 @@ __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 r
   }
   __syncwarp();
   const u32 thread = (1 + helper) * 32 + lane;
+  u32 number = 0;
   while (true) {
     ptx::barrier_wait(ptx::shared_address(&control.item_full[slot.slot]), slot.phase);
     const ItemMessage& message = control.items[slot.slot];
@@ -475,15 +499,18 @@ __device__ __forceinline__ void help(const TppParams& p, Control& control, u32 r
     } else {
       for_each_stage(p, message.item, message.range, message.pages[lane % ITEM_PAGES], lane,
                      [&](const StageSource& from, u32 head) {
-                       ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]),
-                                         stage.phase ^ 1);
-                       const u32 full = ptx::shared_address(&control.full[stage.slot]);
-                       if (sent == 0) {
-                         copy_share<D>(p, ring + stage.slot * S::stage_bytes, full, from, head,
-                                       policy, thread);
-                       } else {
-                         ptx::barrier_arrive(full);
-                         --sent;
+                       if (fills(++number, thread)) {
+                         wait_for_producer(control, number - p.ring_stages);
+                         ptx::barrier_wait(ptx::shared_address(&control.empty[stage.slot]),
+                                           stage.phase ^ 1);
+                         const u32 full = ptx::shared_address(&control.full[stage.slot]);
+                         if (sent == 0) {
+                           copy_share<D>(p, ring + stage.slot * S::stage_bytes, full, from, head,
+                                         policy, thread);
+                         } else {
+                           ptx::barrier_arrive(full);
+                           --sent;
+                         }
                        }
                        stage.advance(p.ring_stages);
                      });
