@@ -1,7 +1,9 @@
 """The table of instances, and that all of it compiles without spills."""
 
+import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,15 +63,58 @@ def without_compiler():
     raise KernelError("no compiler")
 
 
+MADE = b".version 8.4 .target sm_80"
+LOG = b"line 3: what is that"
+
+
+def nvrtc(*, status: int = 0, compilations: list[list[bytes]] | None = None) -> SimpleNamespace:
+    """NVRTC as cuda.bindings has it, which makes the same of every source, or refuses it."""
+
+    def compile_program(program, num_options, options):
+        if compilations is not None:
+            compilations.append(options)
+        return (status,)
+
+    def get_ptx(program, buffer):
+        # The bindings, too, write into what looks immutable.
+        ctypes.memmove(buffer, MADE, len(MADE))
+        return (0,)
+
+    return SimpleNamespace(
+        nvrtcResult=SimpleNamespace(NVRTC_SUCCESS=0),
+        nvrtcVersion=lambda: (0, 12, 4),
+        nvrtcCreateProgram=lambda *source: (0, "program"),
+        nvrtcCompileProgram=compile_program,
+        nvrtcGetProgramLogSize=lambda program: (0, len(LOG)),
+        nvrtcGetProgramLog=lambda program, buffer: ctypes.memmove(buffer, LOG, len(LOG)),
+        nvrtcGetPTXSize=lambda program: (0, len(MADE)),
+        nvrtcGetPTX=get_ptx,
+        nvrtcDestroyProgram=lambda program: (0,),
+    )
+
+
 @pytest.mark.usefixtures("ptx_folder")
-def test_small_kernels_compile(tmp_path, monkeypatch, caplog):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC: pip install 'chunkcache[cuda]'")
+def test_what_is_compiled_is_kept(tmp_path, monkeypatch, caplog):
+    compilations: list[list[bytes]] = []
+    monkeypatch.setattr(build, "_nvrtc", lambda: nvrtc(compilations=compilations))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = compiled(find("merge_state_f16"))
-    assert b"merge_state_f16" in code
+    instance = find("merge_state_f16")
+    assert compiled(instance) == MADE
+    assert b"--gpu-architecture=compute_80" in compilations[0]
     folder = tmp_path / "chunkcache" / "kernels"
-    assert [path.read_bytes() for path in folder.iterdir()] == [code]
+    assert [path.read_bytes() for path in folder.iterdir()] == [MADE]
     assert f"the result is kept in {folder}" in caplog.text
+    assert compiled(instance) == MADE
+    assert len(compilations) == 1
+
+
+@pytest.mark.usefixtures("ptx_folder")
+def test_what_does_not_compile_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_nvrtc", lambda: nvrtc(status=6))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(KernelError, match="merge_state_f16 does not compile: line 3"):
+        compiled(find("merge_state_f16"))
+    assert not (tmp_path / "chunkcache").exists()
 
 
 def test_packaged_ptx_needs_no_compiler(ptx_folder, monkeypatch):
