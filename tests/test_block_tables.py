@@ -89,6 +89,26 @@ def test_a_plan_is_stale_when_the_next_one_is_made(rng) -> None:
         paged.run(first)
 
 
+def test_an_overtaken_plan_is_told_from_a_closed_one(rng) -> None:
+    paged, planner = Growing(rng), attention.BlockTablePlanner(PAGE)
+    first = planner.plan(paged.block_table, paged.seq_lens)
+    last = planner.plan(paged.block_table, paged.seq_lens)
+    with pytest.raises(StalePlanError, match=r"later plan has taken over, allowed is the last pl"):
+        paged.run(first)
+    last.close()
+    with pytest.raises(StalePlanError, match="which is closed, allowed is an open plan"):
+        paged.run(last)
+
+
+@pytest.mark.parametrize("empty", [[], (), np.zeros((0, 3), dtype=int)])
+def test_a_batch_of_no_sequences_may_be_given_as_a_list(empty) -> None:
+    plans = (
+        attention.BlockTablePlanner(PAGE).plan(empty, []),
+        attention.plan_from_block_tables(empty, [], PAGE),
+    )
+    assert [len(plan.positions) for plan in plans] == [0, 0]
+
+
 def test_a_refused_step_leaves_the_last_plan_valid(rng) -> None:
     paged, planner = Growing(rng), attention.BlockTablePlanner(PAGE)
     plan = planner.plan(paged.block_table, paged.seq_lens)

@@ -7,7 +7,7 @@ in place. torch is never imported here: a tensor can only come from a caller who
 import contextlib
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
@@ -167,10 +167,15 @@ def check_dtype(name: str, dtype: Any) -> str:
 def described(value: Any) -> str:
     """Return a value as messages show it: numbers, short texts and None as they are, or its type.
 
-    A type stands for itself.
+    A type stands for itself, a dtype for its name.
     """
     if isinstance(value, type):
         return value.__name__
+    if isinstance(value, np.dtype):
+        return value.name
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     if value is None or isinstance(value, (bool, int, float, str, np.integer, np.floating)):
         # An int may be too long to be written out.
         try:
@@ -232,6 +237,9 @@ def int_array(
         array = np.asarray(values)
     except ValueError as error:
         raise InvalidConfigError(f"{name}: got ragged rows, allowed is {allowed}") from error
+    if array.shape == (0,) and isinstance(values, Sequence):
+        # An empty list has as many dimensions as its rows would have.
+        array = array.reshape((0,) * ndim)
     if array.ndim != ndim:
         given = described(values) if array.ndim == 0 else f"{array.ndim} dimensions"
         raise InvalidConfigError(f"{name}: got {given}, allowed is {allowed}")

@@ -272,6 +272,42 @@ def test_what_is_for_whole_models_is_refused(folders, options, message) -> None:
         LLM(folders["llama"], tensor_parallel_size=2, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "given"),
+    [
+        ("WORLD_SIZE", "x", "in the environment is 'x'; allowed is an int of at least 1"),
+        ("WORLD_SIZE", "", "in the environment is ''; allowed is"),
+        ("WORLD_SIZE", "0", "in the environment is '0'; allowed is"),
+        ("RANK", None, "is not set in the environment; allowed is an int from 0 to 1"),
+        ("RANK", "2", "in the environment is '2'; allowed is an int from 0 to 1"),
+        ("RANK", "-1", "in the environment is '-1'; allowed is"),
+        ("RANK", "1.0", "in the environment is '1.0'; allowed is"),
+        ("LOCAL_RANK", "x", "in the environment is 'x'; allowed is an int from 0 to"),
+        ("LOCAL_RANK", "99", "in the environment is '99'; allowed is"),
+        ("MASTER_PORT", None, "is not set in the environment"),
+        ("MASTER_PORT", "70000", "in the environment is '70000'; allowed is"),
+        ("MASTER_ADDR", None, "is not set in the environment; allowed is a host"),
+    ],
+)
+def test_a_wrong_environment_is_refused_by_the_variable(
+    folders, monkeypatch, name, value, given
+) -> None:
+    right = {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+    for variable, text in {**right, name: value}.items():
+        if text is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, text)
+    with pytest.raises(InvalidConfigError, match=f"^{name} {given}"):
+        LLM(folders["llama"], tensor_parallel_size=2)
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(InvalidConfigError, match="its 4 query heads and 2 K/V heads"):
         check_heads(CONFIGS["llama"](), 4)

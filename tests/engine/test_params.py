@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,3 +143,88 @@ def test_half_characters_in_a_grammar_are_refused(options) -> None:
     (name,) = options
     with pytest.raises(InvalidConfigError, match=f"{name} has .*allowed is text without lone"):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 16385),
+        ("n", 10**9),
+        ("top_k", 2**31),
+        ("temperature", 10**400),
+        ("repetition_penalty", 10**400),
+        ("logit_bias", {"1" * 5000: 1.0}),
+    ],
+)
+def test_numbers_beyond_all_use_are_refused(name, value) -> None:
+    with pytest.raises(InvalidConfigError, match=rf"^{name} is .*; allowed is "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["n", "top_k", "min_tokens", "seed", "temperature", "top_p"])
+def test_numbers_too_long_to_be_written_are_refused(name) -> None:
+    with pytest.raises(
+        InvalidConfigError, match=rf"^{name} is an object of type int .*; allowed is "
+    ):
+        SamplingParams(**{name: 10**5000})
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "max_tokens"])
+def test_a_number_that_something_else_bounds_may_be_any(name) -> None:
+    assert getattr(SamplingParams(**{name: 10**9}), name) == 10**9
+
+
+def test_as_many_samples_as_vllm_takes_are_allowed() -> None:
+    assert SamplingParams(n=16384).n == 16384
+
+
+@pytest.mark.parametrize("name", ["chunk_size", "seed", "enable_overlap", "memory_fraction"])
+def test_engine_config_refuses_numbers_beyond_all_use(name) -> None:
+    with pytest.raises(InvalidConfigError, match=rf"^{name} is .*; allowed is "):
+        EngineConfig(**{name: 10**5000})
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        math.nan,
+        math.inf,
+        0,
+        -1.0,
+        1e300,
+        10**400,
+        1e-60,
+        "x",
+        True,
+        [1],
+        [[1.0, 0.0]],
+        [[1.0], [1.0, 2.0]],
+        [["1"]],
+        {"a": 1},
+        np.ones((2, 2)),
+        np.full((2, 2), np.nan, np.float32),
+        torch.ones(2),
+    ],
+)
+def test_scales_are_refused_before_there_is_a_model(name, scale) -> None:
+    with pytest.raises(InvalidConfigError, match=rf"^{name}: got .*, allowed"):
+        EngineConfig(kv_cache_dtype="fp8", **{name: scale})
+
+
+@pytest.mark.parametrize(
+    "scale", [1, 0.5, np.float32(0.5), [[1, 2]], np.ones((2, 3), np.float32), torch.ones(2, 3)]
+)
+def test_scales_are_a_number_or_one_for_each_head(scale) -> None:
+    assert EngineConfig(kv_cache_dtype="fp8", k_scale=scale).k_scale is scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, np.float16, np.dtype("float16")])
+def test_a_kv_cache_dtype_is_named(dtype) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^kv_cache_dtype is float16; allowed"):
+        EngineConfig(kv_cache_dtype=dtype)
+
+
+def test_compiling_without_recording_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="compile_model is True; allowed with enable_cuda"):
+        EngineConfig(compile_model=True, enable_cuda_graphs=False)

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from chunkcache import InvalidConfigError
-from chunkcache.engine import LLM
+from chunkcache.engine import LLM, llm, loader
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -122,6 +122,42 @@ def test_what_is_no_model_is_refused() -> None:
 def test_a_dtype_other_than_the_loaded_models_is_refused(llama) -> None:
     with pytest.raises(InvalidConfigError, match="dtype"):
         LLM(llama, dtype="bfloat16")
+
+
+def test_the_advice_for_another_dtype_can_be_followed(llama) -> None:
+    with pytest.raises(InvalidConfigError, match=r"with model\.to\(torch\.bfloat16\) first$"):
+        LLM(llama, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", torch.float64, "float8_e4m3fn", "x", 3])
+def test_a_dtype_that_no_model_is_served_in_is_refused(llama, dtype) -> None:
+    with pytest.raises(InvalidConfigError, match=r"allowed is float32, bfloat16, float16 or auto"):
+        LLM(llama, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile_model": True}, "compile_model is True; allowed on the CPU is False"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'; allowed on the CPU is 'auto'"),
+        (
+            {"kv_cache_dtype": torch.float8_e4m3fn},
+            "kv_cache_dtype is float8_e4m3fn; allowed on the CPU is 'auto'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("loaded", [True, False])
+def test_what_is_for_cuda_is_refused_before_a_model_is_loaded(
+    llama, monkeypatch, tmp_path, options, message, loaded
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(loader, "load_model", fail)
+    monkeypatch.setattr(llm, "probe", fail)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidConfigError, match=f"^{message}$"):
+        LLM(llama if loaded else tmp_path, **options)
 
 
 def test_an_unknown_option_is_refused(llama) -> None:

@@ -86,3 +86,11 @@ def test_equal_seeds_give_equal_draws() -> None:
 @pytest.mark.parametrize("other", [(5, 2), (6, 1)])
 def test_another_seed_or_sample_gives_other_draws(other) -> None:
     assert Draws(5, 1).next() != Draws(*other).next()
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 2.3e-308, 1e-300])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_the_lowest_temperatures_take_the_best(temperature, cut) -> None:
+    logits = np.array([1.0, 40.0, np.float32(40.00001), -3e38, -np.inf])
+    result = distribution(logits, SamplingParams(temperature=temperature, **cut))
+    assert result.tolist() == [0, 0, 1, 0, 0]

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from chunkcache import _arrays
 from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.device import resolve_device
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.texts import check_text
 from chunkcache.errors import InvalidConfigError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -55,10 +58,10 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     """Return the dtype of a name; "auto" stays as it is."""
-    if isinstance(dtype, torch.dtype) or dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in _DTYPES:
         raise InvalidConfigError(
             f"dtype is {dtype!r}; allowed is float32, bfloat16, float16 or auto"
         )
@@ -79,7 +82,7 @@ def check_loaded(
     if wanted not in (None, "auto", model.dtype):
         raise InvalidConfigError(
             f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; "
-            f"allowed is to leave it out, or to convert the model with model.to({dtype!r}) first"
+            f"allowed is to leave it out, or to convert the model with model.to({wanted}) first"
         )
     if device is not None and resolve_device(device) != resolve_device(model.device):
         raise InvalidConfigError(
@@ -153,6 +156,23 @@ def check_priority(priority: Any) -> None:
     """Refuse a priority that is not an int."""
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise InvalidConfigError(f"priority is {priority!r}; allowed is an int")
+
+
+def check_on_device(config: EngineConfig, device: torch.device) -> None:
+    """Refuse options that have no effect on the device that the model is to be on.
+
+    Raises:
+        InvalidConfigError: one is given.
+    """
+    if device.type == "cuda":
+        return
+    if config.compile_model:
+        raise InvalidConfigError("compile_model is True; allowed on the CPU is False")
+    if not config.keeps_model_dtype:
+        raise InvalidConfigError(
+            f"kv_cache_dtype is {_arrays.described(config.kv_cache_dtype)}; "
+            "allowed on the CPU is 'auto'"
+        )
 
 
 def check_parts(model: Any, tensor_parallel_size: int) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from chunkcache import _arrays
+from chunkcache.engine.texts import shown
 from chunkcache.errors import InvalidConfigError
+from chunkcache.kernels.scales import check_given
 
 _DEFAULT_TOKEN_BUDGET = 512
 _ITEM_SIZE = {**_arrays.ITEM_SIZES, _arrays.FP8: 1}
@@ -46,7 +48,8 @@ class EngineConfig:
             instead of replaying a recording (vLLM's ``enforce_eager``). No meaning on the CPU.
         compile_model: True lets torch.compile fuse the small operations of recorded decode steps
             of models and devices that our own kernels do not serve.
-            The first start takes a minute or so longer; needs Triton and a C compiler. CUDA only.
+            The first start takes a minute or so longer; needs Triton and a C compiler. Refused on
+            the CPU and without CUDA graphs, where it would have no effect.
         kv_cache_dtype: "auto" keeps K and V in the model's dtype, "fp8" (e4m3) in half of its
             bytes, on a CUDA device of compute capability 8.9 or more.
         k_scale: what keys in fp8 are divided by when they are stored: a number, or float32
@@ -81,7 +84,8 @@ class EngineConfig:
         """Check every argument."""
         if not _is_int(self.chunk_size) or self.chunk_size not in range(16, 129, 16):
             raise InvalidConfigError(
-                f"chunk_size is {self.chunk_size!r}; allowed is a multiple of 16 from 16 to 128"
+                f"chunk_size is {shown(self.chunk_size)}; "
+                "allowed is a multiple of 16 from 16 to 128"
             )
         for name in ("max_num_seqs", "tensor_parallel_size"):
             _check_positive(name, getattr(self, name))
@@ -103,31 +107,40 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfigError(
-                    f"{name} is {getattr(self, name)!r}; allowed is True or False"
+                    f"{name} is {shown(getattr(self, name))}; allowed is True or False"
                 )
-        if not (self._is_auto or _arrays.is_fp8(self.kv_cache_dtype)):
-            shown = _arrays.described(self.kv_cache_dtype)
-            raise InvalidConfigError(f"kv_cache_dtype is {shown}; allowed is 'auto' or 'fp8'")
+        if not (self.keeps_model_dtype or _arrays.is_fp8(self.kv_cache_dtype)):
+            dtype = _arrays.described(self.kv_cache_dtype)
+            raise InvalidConfigError(f"kv_cache_dtype is {dtype}; allowed is 'auto' or 'fp8'")
         for name in ("k_scale", "v_scale"):
-            if self._is_auto and getattr(self, name) is not None:
-                shown = _arrays.described(getattr(self, name))
+            scale = getattr(self, name)
+            if scale is None:
+                continue
+            if self.keeps_model_dtype:
                 raise InvalidConfigError(
-                    f"{name} is {shown}; allowed is None unless kv_cache_dtype is 'fp8'"
+                    f"{name} is {_arrays.described(scale)}; "
+                    "allowed is None unless kv_cache_dtype is 'fp8'"
                 )
+            check_given(name, scale, ("num_layers", "num_kv_heads"))
+        if self.compile_model and not self.enable_cuda_graphs:
+            raise InvalidConfigError(
+                "compile_model is True; allowed with enable_cuda_graphs=False is False"
+            )
         _check_fraction("memory_fraction", self.memory_fraction)
         sizes = ("capacity", "capacity_bytes", "memory_fraction")
         given = [name for name in sizes if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidConfigError(f"{' and '.join(given)} are given; allowed is one of them")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**64:
-            raise InvalidConfigError(f"seed is {self.seed!r}; allowed is an int in [0, 2**64)")
+            raise InvalidConfigError(f"seed is {shown(self.seed)}; allowed is an int in [0, 2**64)")
 
     def kv_dtype(self, model_dtype: str) -> str:
         """Return the dtype of K and V for a model's."""
-        return model_dtype if self._is_auto else _arrays.FP8
+        return model_dtype if self.keeps_model_dtype else _arrays.FP8
 
     @property
-    def _is_auto(self) -> bool:
+    def keeps_model_dtype(self) -> bool:
+        """Whether K and V are in the model's dtype."""
         return isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype == "auto"
 
     def token_budget(self, max_model_len: int) -> int:
@@ -185,10 +198,10 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 def _check_positive(name: str, value: object) -> None:
     if not _is_int(value) or value < 1:
-        raise InvalidConfigError(f"{name} is {value!r}; allowed is an int of at least 1")
+        raise InvalidConfigError(f"{name} is {shown(value)}; allowed is an int of at least 1")
 
 
 def _check_fraction(name: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value <= 1):
-        raise InvalidConfigError(f"{name} is {value!r}; allowed is a number in (0, 1]")
+        raise InvalidConfigError(f"{name} is {shown(value)}; allowed is a number in (0, 1]")

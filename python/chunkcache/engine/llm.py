@@ -112,11 +112,13 @@ class LLM:
         if isinstance(model, (str, Path)):
             folder = loader.resolve(model)
             place = resolve_device("cpu" if device is None else device)
+            arguments.check_on_device(self.config, place)
             wanted = default_dtype(place) if dtype is None else arguments.torch_dtype(dtype)
             self.model = loader.load_model(folder, wanted, place, size)
             self.tokenizer = loader.load_tokenizer(folder) if tokenizer is None else tokenizer
         else:
             self.model = arguments.check_loaded(model, dtype, device)
+            arguments.check_on_device(self.config, self.model.device)
             self.tokenizer = tokenizer
         arguments.check_parts(self.model, size)
         if processes is not None:
@@ -133,10 +135,6 @@ class LLM:
         probe(self.model, self.spec)
         self._adapters = Adapters(self.model, adapters)
         kv_dtype = self.config.kv_dtype(self.spec.dtype)
-        if kv_dtype != self.spec.dtype and not on_cuda:
-            raise InvalidConfigError(
-                f"kv_cache_dtype is {self.config.kv_cache_dtype!r}; allowed on the CPU is 'auto'"
-            )
         chunk_bytes = self.spec.chunk_bytes(self.config.chunk_size, kv_dtype)
         self.capacity = pool_capacity(self.config, self.spec, chunk_bytes, self.model.device)
         if processes is not None:

@@ -7,7 +7,6 @@ picks the tokens for all, lest rounding errors make them disagree.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ from chunkcache.engine.config import EngineConfig, ModelSpec
 from chunkcache.engine.executor import Picker, Runner
 from chunkcache.engine.logprobs import Logprob
 from chunkcache.engine.picker import Pick, Picked
-from chunkcache.engine.processes import FIRST, Processes
+from chunkcache.engine.processes import FIRST, Processes, environment_int
 from chunkcache.engine.runner import StepInput
 from chunkcache.errors import ChunkCacheError, InvalidConfigError
 
@@ -34,7 +33,8 @@ def place_of_process(device: Any, size: int) -> torch.device:
         size: number of processes.
 
     Raises:
-        InvalidConfigError: ``device`` is another kind, or one particular device.
+        InvalidConfigError: ``device`` is another kind, or one particular device; or there is no
+            device for this process.
     """
     # transformers takes an accelerator wherever there is one.
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,8 +43,10 @@ def place_of_process(device: Any, size: int) -> torch.device:
             f"device is {str(device)!r}; allowed with tensor_parallel_size {size} on this machine "
             f"is {kind!r}, of which each process takes its own"
         )
-    number = os.environ.get("LOCAL_RANK", "0")
-    return torch.device("cpu" if kind == "cpu" else f"cuda:{number}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    last = torch.cuda.device_count() - 1
+    return torch.device("cuda", environment_int("LOCAL_RANK", 0, last, default=0))
 
 
 def check_heads(config: Any, size: int) -> None:

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chunkcache.engine.texts import check_text
+from chunkcache.engine.texts import check_text, shown
 from chunkcache.errors import InvalidConfigError
 
 _MAX_BIAS = 100
+# vLLM's VLLM_MAX_N_SEQUENCES: each sample is a sequence with a state of its own.
+_MAX_SAMPLES = 16384
+_MAX_TOP_K = 2**31 - 1
+_TOKEN_ID_DIGITS = 10
 _GUIDED = ("guided_json", "guided_regex", "guided_choice")
 
 
@@ -27,7 +31,7 @@ class SamplingParams:
 
     Args:
         temperature: divides the logits; 0 (the default) takes the best token of each step.
-        top_k: keep the ``top_k`` most probable tokens; 0 or -1 keeps all.
+        top_k: keep the ``top_k`` most probable tokens, below 2**31; 0 or -1 keeps all.
         top_p: keep the fewest tokens whose probabilities add up to at least ``top_p``, in (0, 1].
         min_p: keep the tokens whose probability is at least ``min_p`` times that of the most
             probable one, in [0, 1] (``MinPLogitsWarper``).
@@ -51,7 +55,8 @@ class SamplingParams:
         include_stop_str_in_output: end the text after the stop string instead.
         stop_token_ids: token ids that end the request, besides the model's end-of-sequence ids.
         ignore_eos: go on past the end-of-sequence ids.
-        n: number of samples of the same prompt. Sample ``i`` draws from ``(seed, i)``.
+        n: number of samples of the same prompt, at most 16384 (vLLM's limit, too). Sample ``i``
+            draws from ``(seed, i)``.
         logprobs: give the log-probability of each generated token, and those of the ``logprobs``
             most probable ones; -1 for all tokens, None for none.
         prompt_logprobs: likewise for each token of the prompt but the first. Rows of the prompt
@@ -107,16 +112,17 @@ class SamplingParams:
     def _check_choice(self) -> None:
         if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
             raise _out_of_range("temperature", self.temperature, "a finite number of at least 0")
-        if not _is_int(self.top_k) or self.top_k < -1:
-            raise _out_of_range("top_k", self.top_k, "an int of at least 1, or 0 or -1 for all")
+        if not _is_int(self.top_k) or not -1 <= self.top_k <= _MAX_TOP_K:
+            allowed = f"an int from 1 to {_MAX_TOP_K}, or 0 or -1 for all"
+            raise _out_of_range("top_k", self.top_k, allowed)
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
             raise _out_of_range("top_p", self.top_p, "a number in (0, 1]")
         if not _is_real(self.min_p) or not 0 <= self.min_p <= 1:
             raise _out_of_range("min_p", self.min_p, "a number in [0, 1]")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
             raise _out_of_range("seed", self.seed, "None or an int in [0, 2**64)")
-        if not _is_int(self.n) or self.n < 1:
-            raise _out_of_range("n", self.n, "an int of at least 1")
+        if not _is_int(self.n) or not 1 <= self.n <= _MAX_SAMPLES:
+            raise _out_of_range("n", self.n, f"an int from 1 to {_MAX_SAMPLES}")
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
@@ -133,7 +139,7 @@ class SamplingParams:
         if not _is_int(self.min_tokens) or self.min_tokens < 0:
             raise _out_of_range("min_tokens", self.min_tokens, "an int of at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            allowed = f"at most max_tokens, which is {self.max_tokens}"
+            allowed = f"at most max_tokens, which is {shown(self.max_tokens)}"
             raise _out_of_range("min_tokens", self.min_tokens, allowed)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -213,11 +219,17 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _out_of_range(name: str, given: object, allowed: str) -> InvalidConfigError:
-    return InvalidConfigError(f"{name} is {given!r}; allowed is {allowed}")
+    return InvalidConfigError(f"{name} is {shown(given)}; allowed is {allowed}")
 
 
 def _logit_bias(given: Any) -> dict[int, float] | None:
@@ -238,7 +250,7 @@ def _logit_bias(given: Any) -> dict[int, float] | None:
 def _token_id(given: object) -> int | None:
     """Return a token id, also from a decimal string; None if it is not one."""
     if isinstance(given, str) and given.isascii() and given.isdigit():
-        given = int(given)
+        given = int(given) if len(given) <= _TOKEN_ID_DIGITS else None
     return given if isinstance(given, int) and _is_int(given) and 0 <= given < 2**32 else None
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from chunkcache._arrays import described
 from chunkcache.errors import EngineError, InvalidConfigError
 
 FIRST = 0
@@ -28,6 +29,7 @@ FIRST = 0
 # A process that has nothing left to do may end while another one takes in its last results.
 _GRACE_SECONDS = 1.0
 _KEY_BYTES = 32
+_MAX_PORT = 2**16 - 1
 
 # Why a default group is of no use any more: a collective may be in progress in it for ever.
 _broken: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -43,15 +45,21 @@ def start(size: int, device: torch.device) -> None:
         device: where this one's part of the model will be.
 
     Raises:
-        InvalidConfigError: there are more or fewer.
+        InvalidConfigError: there are more or fewer, or ``torchrun``'s variables are wrong.
     """
     started = dist.is_available() and dist.is_initialized()
-    number = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    number = dist.get_world_size() if started else environment_int("WORLD_SIZE", 1, default=1)
     if number != size:
         raise InvalidConfigError(
             f"tensor_parallel_size is {size}, but there is a process group of {number}; start the "
             f"program as {size} processes: torchrun --nproc-per-node {size}"
         )
+    if not started:
+        environment_int("RANK", 0, size - 1)
+        environment_int("LOCAL_RANK", 0, size - 1, default=0)
+        environment_int("MASTER_PORT", 1, _MAX_PORT)
+        if not os.environ.get("MASTER_ADDR"):
+            raise _not_set("MASTER_ADDR", "a host")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not started:
@@ -59,6 +67,39 @@ def start(size: int, device: torch.device) -> None:
         dist.init_process_group(
             "nccl" if on_cuda else "gloo", device_id=device if on_cuda else None
         )
+
+
+def environment_int(name: str, low: int, high: int | None = None, *, default: Any = None) -> int:
+    """Return a variable of the environment, as ``torchrun`` sets it.
+
+    Args:
+        name: of the variable.
+        low: the least value that is allowed.
+        high: the largest one, None if there is none.
+        default: what it stands for where it is not set, None if it has to be.
+
+    Raises:
+        InvalidConfigError: it is not set, or is something else.
+    """
+    text = os.environ.get(name, default)
+    allowed = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
+    if text is None:
+        raise _not_set(name, allowed)
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if number < low or (high is not None and number > high):
+        raise InvalidConfigError(
+            f"{name} in the environment is {described(text)}; allowed is {allowed}"
+        )
+    return number
+
+
+def _not_set(name: str, allowed: str) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"{name} is not set in the environment; allowed is {allowed}, as torchrun sets it"
+    )
 
 
 class Processes:

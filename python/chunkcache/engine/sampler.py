@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 from chunkcache.engine.params import SamplingParams
 
+# Different logits over anything lower are as far apart for exp, but may overflow.
+_LOWEST_TEMPERATURE = 1e-260
+
 
 class Draws:
     """The random numbers of one sample: they depend on its seed and index alone.
@@ -49,7 +52,8 @@ def distribution(
     top_k is applied to what min_p leaves, and top_p to what top_k leaves, in shares of that; both
     count from the most probable token on; of equal ones the lower id comes first.
     """
-    weights = np.exp((logits - logits.max()) / params.temperature)
+    temperature = max(params.temperature, _LOWEST_TEMPERATURE)
+    weights = np.exp((logits - logits.max()) / temperature)
     weights[weights < params.min_p] = 0
     if 0 < params.top_k < len(weights) or params.top_p < 1:
         kept = _most_probable(weights, params)

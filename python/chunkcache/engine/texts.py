@@ -1,10 +1,20 @@
-"""Texts that callers give."""
+"""Texts that callers give, and values in the text of messages."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from chunkcache.errors import InvalidConfigError
 
 _MAX_SHOWN = 40
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it, by its type if it has an int too long to be written."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"an object of type {type(value).__name__} too long to be shown"
 
 
 def check_text(name: str, text: str) -> None:

@@ -82,36 +82,70 @@ def checked(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray[Any, An
     Raises:
         InvalidConfigError: of another dtype or shape, or not all finite and above 0.
     """
+    found = _in_host_memory(given)
+    if found is not None and _is_number(given):
+        found = np.full(shape, found)
+    if found is None or found.shape != shape:
+        raise _refused(name, given, shape)
+    _check_values(name, found)
+    return np.ascontiguousarray(found)
+
+
+def check_given(name: str, given: Any, dims: tuple[str, ...]) -> None:
+    """Refuse what can be no scales of K and V whose sizes are not known yet.
+
+    Args:
+        name: the argument's name, for messages.
+        given: a number for all heads, or an array, a tensor or sequences.
+        dims: names of the dimensions that it may have.
+
+    Raises:
+        InvalidConfigError: of another dtype or number of dimensions, or not all finite and above 0.
+    """
+    found = _in_host_memory(given)
+    if found is None or (found.ndim != len(dims) and not _is_number(given)):
+        raise _refused(name, given, dims)
+    _check_values(name, found)
+
+
+def _in_host_memory(given: Any) -> np.ndarray[Any, Any] | None:
+    """Return a number, an array, a tensor or sequences as float32; None for anything else."""
     torch = sys.modules.get("torch")
     found = given
     if torch is not None and isinstance(given, torch.Tensor):
         found = given.detach().cpu()
         found = found.numpy() if found.dtype == torch.float32 else None
     elif _is_number(given):
-        found = np.full(shape, _as_float(given), dtype=np.float32)
+        found = np.array(_as_float(given))
     elif isinstance(given, Sequence) and not isinstance(given, str):
         found = _as_array(given)
-    if not isinstance(found, np.ndarray) or found.dtype != np.float32 or found.shape != shape:
-        sizes = ", ".join(map(str, shape))
-        raise InvalidConfigError(
-            f"{name}: got {_shown(given)}, allowed is a number or float32 [{sizes}]"
-        )
-    found = np.ascontiguousarray(found)
-    if not (np.isfinite(found) & (found > 0)).all():
-        wrong = found[~(np.isfinite(found) & (found > 0))][0]
+    return found if isinstance(found, np.ndarray) and found.dtype == np.float32 else None
+
+
+def _check_values(name: str, scales: np.ndarray[Any, Any]) -> None:
+    allowed = np.isfinite(scales) & (scales > 0)
+    if not allowed.all():
+        wrong = scales[~allowed][0]
         raise InvalidConfigError(f"{name}: got a scale of {wrong}, allowed are finite ones above 0")
-    return found
+
+
+def _refused(name: str, given: Any, shape: tuple[Any, ...]) -> InvalidConfigError:
+    sizes = ", ".join(map(str, shape))
+    return InvalidConfigError(
+        f"{name}: got {_shown(given)}, allowed is a number or float32 [{sizes}]"
+    )
 
 
 def _is_number(given: Any) -> bool:
     return isinstance(given, numbers.Real) and not isinstance(given, (bool, np.bool_))
 
 
-def _as_float(given: Any) -> float:
+def _as_float(given: Any) -> np.float32:
     try:
-        return float(given)
+        with np.errstate(over="ignore"):
+            return np.float32(float(given))
     except OverflowError:
-        return math.inf
+        return np.float32(math.inf)
 
 
 def _as_array(given: Sequence[Any]) -> np.ndarray[Any, Any] | None:
@@ -120,7 +154,8 @@ def _as_array(given: Sequence[Any]) -> np.ndarray[Any, Any] | None:
         found = np.array(given)
     except ValueError:
         return None
-    return found.astype(np.float32) if found.dtype.kind in "fiu" else None
+    with np.errstate(over="ignore"):
+        return found.astype(np.float32) if found.dtype.kind in "fiu" else None
 
 
 def _shown(given: Any) -> str:

@@ -38,16 +38,20 @@ pub enum Error {
         /// What is allowed.
         allowed: String,
     },
-    /// A plan that was used after its epoch, or after it was closed.
+    /// A plan, or step, that was used after it was closed.
+    #[error("plan: got plan {plan}, which is closed, allowed is an open plan; make a new one")]
+    ClosedPlan {
+        /// The plan's epoch, or the step's number.
+        plan: u64,
+    },
+    /// A plan that was used after a later one took over its tables.
     #[error(
-        "plan: got the plan of epoch {plan}, closed or overtaken since (the tables are at epoch \
-         {current}), allowed is an open plan; make a new one"
+        "plan: got plan {plan}, whose tables a later plan has taken over, allowed is the last plan \
+         that was made; use that one, or make a new one"
     )]
     StalePlan {
         /// The plan's epoch.
         plan: u64,
-        /// The epoch now.
-        current: u64,
     },
     /// An open plan, or step, that builds on one that was aborted: on K/V that no one writes.
     #[error(

@@ -36,7 +36,7 @@ pub fn to_python(py: Python<'_>, error: Error) -> PyErr {
             raise(py, &UNKNOWN_SEQUENCE, "UnknownSequenceError", message)
         }
         Error::InvalidConfig { .. } => raise(py, &INVALID_CONFIG, "InvalidConfigError", message),
-        Error::StalePlan { .. } | Error::AbandonedPlan { .. } => {
+        Error::ClosedPlan { .. } | Error::StalePlan { .. } | Error::AbandonedPlan { .. } => {
             raise(py, &STALE_PLAN, "StalePlanError", message)
         }
         _ => raise(py, &OTHER, "ChunkCacheError", message),

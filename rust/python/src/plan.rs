@@ -198,10 +198,11 @@ impl PyPlan {
     /// waits until it has ended.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the plan is closed, [`Error::AbandonedPlan`] if it is stale.
+    /// [`Error::ClosedPlan`]; [`Error::StalePlan`] if its tables serve a later plan;
+    /// [`Error::AbandonedPlan`] if it builds on one that was aborted.
     pub fn read<T>(&self, work: impl FnOnce(&PlanView<'_>, &[i64]) -> Result<T>) -> Result<T> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
-        let Open { plan, tables } = open.as_ref().ok_or_else(|| self.stale())?;
+        let Open { plan, tables } = open.as_ref().ok_or_else(|| self.closed())?;
         let view = match tables {
             Some(Tables::Tree(planner)) => plan.view(planner.image())?,
             Some(Tables::Blocks(planner)) => plan.view(planner.image())?,
@@ -213,7 +214,7 @@ impl PyPlan {
     /// Runs `work` on the plan and the planner of its tables.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the plan is closed or its tables serve a later one;
+    /// [`Error::ClosedPlan`]; [`Error::StalePlan`] if its tables serve a later plan;
     /// [`Error::InvalidConfig`] for a plan over block tables.
     pub fn with_planner<T>(
         &self,
@@ -226,14 +227,15 @@ impl PyPlan {
                 let given = "a plan over block tables";
                 Err(Error::invalid("plan", given, "a plan of a tree"))
             }
-            _ => Err(self.stale()),
+            Some(Open { tables: None, .. }) => Err(self.stale()),
+            None => Err(self.closed()),
         }
     }
 
     /// Runs `work` on the plan and the planner of its block tables.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the plan is closed or its tables serve a later one;
+    /// [`Error::ClosedPlan`]; [`Error::StalePlan`] if its tables serve a later plan;
     /// [`Error::InvalidConfig`] for a plan of a tree.
     pub fn with_blocks<T>(
         &self,
@@ -245,7 +247,8 @@ impl PyPlan {
             Some(Open { tables: Some(Tables::Tree(_)), .. }) => {
                 Err(Error::invalid("plan", "a plan of a tree", "a plan over block tables"))
             }
-            _ => Err(self.stale()),
+            Some(Open { tables: None, .. }) => Err(self.stale()),
+            None => Err(self.closed()),
         }
     }
 
@@ -280,7 +283,11 @@ impl PyPlan {
     }
 
     fn stale(&self) -> Error {
-        Error::StalePlan { plan: self.epoch, current: self.epoch }
+        Error::StalePlan { plan: self.epoch }
+    }
+
+    fn closed(&self) -> Error {
+        Error::ClosedPlan { plan: self.epoch }
     }
 
     fn arrays(&self, py: Python<'_>) -> PyResult<&Arrays> {
@@ -444,7 +451,7 @@ impl PyPlan {
         }
         match self.end(py, End::Commit)? {
             Some(committed) => Ok(committed),
-            None => Err(self.stale()).into_python(py),
+            None => Err(self.closed()).into_python(py),
         }
     }
 

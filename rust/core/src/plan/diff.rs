@@ -96,7 +96,7 @@ impl Image {
     /// [`Error::InvalidConfig`] if `staging` is too short. Nothing is written then.
     pub fn write_patch(&self, diff: &Diff, staging: &mut [u32]) -> Result<usize> {
         if diff.to != self.version() {
-            return Err(Error::StalePlan { plan: diff.to, current: self.version() });
+            return Err(Error::StalePlan { plan: diff.to });
         }
         let num_words = diff.patch_words();
         if staging.len() < num_words {

@@ -76,11 +76,14 @@ impl Plan {
     /// Checks that an image at `version`, the planner's or a copy of it, holds this plan's tables.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the plan is closed or a later one has changed the image;
+    /// [`Error::ClosedPlan`]; [`Error::StalePlan`] if a later one has changed the image;
     /// [`Error::AbandonedPlan`] if it builds on a step that was aborted, whose K/V is never written.
     pub fn check(&self, version: u64) -> Result<()> {
-        if !self.is_open || self.epoch != version {
-            return Err(Error::StalePlan { plan: self.epoch, current: version });
+        if !self.is_open {
+            return Err(Error::ClosedPlan { plan: self.epoch });
+        }
+        if self.epoch != version {
+            return Err(Error::StalePlan { plan: self.epoch });
         }
         if self.is_stale() {
             return Err(Error::AbandonedPlan { plan: self.epoch });

@@ -123,7 +123,7 @@ impl Steps {
 
     fn position(&self, id: StepId) -> Result<usize> {
         let position = self.open.iter().position(|step| step.id == id.0);
-        position.ok_or(Error::StalePlan { plan: id.0, current: self.next_id })
+        position.ok_or(Error::ClosedPlan { plan: id.0 })
     }
 }
 
@@ -181,7 +181,7 @@ impl PrefixTree {
     /// A watch on an open step, for a plan that outlives the call that made it.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the step is closed.
+    /// [`Error::ClosedPlan`] if the step is closed.
     pub fn watch_step(&self, step: StepId) -> Result<StepWatch> {
         let open = &self.steps.open[self.steps.position(step)?];
         Ok(StepWatch { step, stale: Arc::clone(&open.stale.0) })
@@ -319,7 +319,7 @@ impl PrefixTree {
     /// they began.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the step is closed; [`Error::AbandonedPlan`] if it builds on one that
+    /// [`Error::ClosedPlan`] if the step is closed; [`Error::AbandonedPlan`] if it builds on one that
     /// was aborted (it then stays open until it is aborted too); [`Error::InvalidConfig`] if an earlier
     /// one is still open. Nothing changes then.
     pub fn commit_step(&mut self, step: StepId) -> Result<Committed> {
@@ -353,7 +353,7 @@ impl PrefixTree {
     /// it become stale where they build on what it was to compute.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the step is closed.
+    /// [`Error::ClosedPlan`] if the step is closed.
     pub fn abort_step(&mut self, step: StepId) -> Result<Committed> {
         self.expire_pins();
         let position = self.steps.position(step)?;

@@ -29,7 +29,7 @@ fn an_aborted_step_writes_nothing_and_can_be_made_again() {
     let step = tree.begin_step(&[(seq, 5)]).unwrap();
     tree.abort_step(step.id).unwrap();
     assert_eq!((tree.match_prefix(&numbers(8), b"").num_filled, computed(&tree, seq)), (0, 0));
-    assert!(matches!(tree.commit_step(step.id), Err(Error::StalePlan { .. })));
+    assert!(matches!(tree.commit_step(step.id), Err(Error::ClosedPlan { .. })));
     let step = tree.begin_step(&[(seq, 8)]).unwrap();
     assert_eq!(step.rows[0].start, 0);
     tree.commit_step(step.id).unwrap();
@@ -109,7 +109,7 @@ fn a_watch_tells_of_an_earlier_abort_and_not_of_one_in_a_copy_of_the_tree() {
     tree.abort_step(first.id).unwrap();
     assert!(watch.is_stale());
     tree.abort_step(second.id).unwrap();
-    assert!(matches!(tree.watch_step(second.id), Err(Error::StalePlan { .. })));
+    assert!(matches!(tree.watch_step(second.id), Err(Error::ClosedPlan { .. })));
 }
 
 #[test]
