@@ -52,14 +52,48 @@ def test_other_forms_are_left_alone(name) -> None:
     assert find_stack(make_model(CONFIGS[name]()), NUM_POSITIONS) is None
 
 
-def test_a_model_that_differs_by_a_factor_is_left_alone() -> None:
-    config = transformers.GraniteConfig(**sizes(), residual_multiplier=0.9)
-    assert find_stack(make_model(config), NUM_POSITIONS) is None
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def test_another_gate_is_left_alone() -> None:
-    config = transformers.LlamaConfig(**sizes(), hidden_act="gelu")
-    assert find_stack(make_model(config), NUM_POSITIONS) is None
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_layers", [1, 8])
+@pytest.mark.parametrize("width", [64, 256])
+def test_it_is_found_in_every_dtype(dtype, num_layers, width) -> None:
+    shape = {**sizes(), "num_hidden_layers": num_layers, "hidden_size": width}
+    model = make_model(transformers.LlamaConfig(**shape)).to(dtype)
+    assert find_stack(model, NUM_POSITIONS) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "factor",
+    [
+        {"residual_multiplier": 0.9},
+        {"residual_multiplier": 0.95},
+        {"logits_scaling": 1.04},
+        {"embedding_multiplier": 1.02},
+    ],
+    ids=lambda factor: "_".join(f"{name}_{value}" for name, value in factor.items()),
+)
+def test_a_model_that_differs_by_a_factor_is_left_alone(dtype, factor) -> None:
+    neutral = {"residual_multiplier": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0}
+    shape = {**sizes(), "num_hidden_layers": 8}
+    config = transformers.GraniteConfig(**shape, **{**neutral, **factor})
+    assert find_stack(make_model(config).to(dtype), NUM_POSITIONS) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", ["gelu", "relu", "gelu_pytorch_tanh"])
+def test_another_gate_is_left_alone(dtype, function) -> None:
+    config = transformers.LlamaConfig(**sizes(), hidden_act=function)
+    assert find_stack(make_model(config).to(dtype), NUM_POSITIONS) is None
+
+
+def test_layers_of_other_sizes_are_left_alone(llama) -> None:
+    other = transformers.LlamaConfig(**{**sizes(), "intermediate_size": 128})
+    other.hidden_size = llama.config.hidden_size
+    llama.model.layers[1].mlp = type(llama.model.layers[1].mlp)(other)
+    assert find_stack(llama, NUM_POSITIONS) is None
 
 
 @pytest.mark.parametrize(
