@@ -12,6 +12,7 @@ from chunkcache.engine import LLM, SamplingParams
 from chunkcache.engine.attention import implementation
 from chunkcache.engine.picker import TokenPicker
 from support.devices import NEEDS_CUDA, NEEDS_FP8
+from support.logits import serve_all
 from tiny_models import CONFIGS, make_model
 
 pytestmark = NEEDS_CUDA
@@ -76,16 +77,7 @@ def check_logits(
 def serve(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
     """Serve prompts that come in two waves, the second while the first decodes."""
     requests = [llm.request(prompt, params) for prompt in prompts]
-    half = len(requests) // 2
-    llm.engine.add(requests[:half])
-    for _ in range(5):
-        llm.engine.step()
-    llm.engine.add(requests[half:])
-    while llm.engine.num_unfinished:
-        llm.engine.step()
-    for request in requests:
-        assert request.error is None
-    llm.check_accounts()
+    serve_all(llm, requests)
     return requests
 
 
