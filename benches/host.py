@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -200,7 +201,7 @@ def engine(rounds: int) -> Iterator[tuple[str, float]]:
         enable_overlap=False,
     )
     model = SameLogits(256)
-    llm.engine._executor._runner = model  # type: ignore[assignment]
+    patch.object(llm.engine._executor, "_runner", model).start()
     rng = np.random.default_rng(0)
 
     def timed(work: Callable[[], Any]) -> float:

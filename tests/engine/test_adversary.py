@@ -8,6 +8,7 @@ import pytest
 
 from chunkcache import EngineError, InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
+from support.async_callers import last_of, run_scenario
 
 PARAMS = SamplingParams(max_tokens=12)
 LONG = SamplingParams(max_tokens=200)
@@ -21,30 +22,13 @@ SAMPLED = [
 ]
 
 
-async def _last(outputs):
-    last = None
-    async for output in outputs:
-        last = output
-    return last
-
-
-def _run(model, scenario, **options):
-    async def main():
-        async with AsyncLLM(model, chunk_size=16, **options) as llm:
-            result = await scenario(llm)
-            await llm.check_accounts()
-            return result
-
-    return asyncio.run(main())
-
-
 def test_a_caller_may_be_cancelled_at_any_of_its_awaits(llama, make_prompt) -> None:
     prompt = make_prompt(30)
 
     async def scenario(llm):
         ends = set()
         for num_turns in range(60):
-            task = asyncio.create_task(_last(llm.generate(prompt, PARAMS, request_id="mine")))
+            task = asyncio.create_task(last_of(llm.generate(prompt, PARAMS, request_id="mine")))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             task.cancel()
@@ -52,9 +36,9 @@ def test_a_caller_may_be_cancelled_at_any_of_its_awaits(llama, make_prompt) -> N
             ends.add(task.cancelled())
             await llm.check_accounts()
             assert llm.llm.engine.num_unfinished == 0
-        return ends, await _last(llm.generate(prompt, PARAMS, request_id="mine"))
+        return ends, await last_of(llm.generate(prompt, PARAMS, request_id="mine"))
 
-    ends, output = _run(llama, scenario)
+    ends, output = run_scenario(llama, scenario)
     assert True in ends
     alone = LLM(llama, chunk_size=16).generate(prompt, PARAMS)[0]
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
@@ -69,29 +53,29 @@ def test_a_caller_may_be_cancelled_while_it_closes(llama, make_prompt) -> None:
         closing.cancel()
         await asyncio.wait({closing})
         await llm.check_accounts()
-        return await _last(llm.generate([1, 2], PARAMS, request_id="mine"))
+        return await last_of(llm.generate([1, 2], PARAMS, request_id="mine"))
 
-    assert len(_run(llama, scenario).outputs[0].token_ids) == 12
+    assert len(run_scenario(llama, scenario).outputs[0].token_ids) == 12
 
 
 def test_half_characters_in_a_salt_are_refused_before_anything_has_begun(llama) -> None:
     async def scenario(llm):
         with pytest.raises(InvalidConfigError, match=r"cache_salt has .*allowed is text without"):
-            await _last(llm.generate([1, 2], PARAMS, cache_salt="a\ud800"))
+            await last_of(llm.generate([1, 2], PARAMS, cache_salt="a\ud800"))
         return llm.stats.num_steps
 
-    assert _run(llama, scenario) == 0
+    assert run_scenario(llama, scenario) == 0
 
 
 def test_iterators_that_nobody_reads_are_no_requests(llama) -> None:
     async def scenario(llm):
         kept = [llm.generate([1, 2], LONG, request_id="same") for _ in range(10)]
-        output = await _last(llm.generate([1, 2], PARAMS, request_id="same"))
+        output = await last_of(llm.generate([1, 2], PARAMS, request_id="same"))
         for outputs in kept:
             await outputs.aclose()
         return output
 
-    assert len(_run(llama, scenario).outputs[0].token_ids) == 12
+    assert len(run_scenario(llama, scenario).outputs[0].token_ids) == 12
 
 
 def test_a_name_is_free_when_its_request_has_been_aborted(llama, make_prompt) -> None:
@@ -100,10 +84,10 @@ def test_a_name_is_free_when_its_request_has_been_aborted(llama, make_prompt) ->
         await anext(outputs)
         await llm.abort("mine")
         # The reader of the first one has not taken its end yet.
-        second = await _last(llm.generate(make_prompt(30), PARAMS, request_id="mine"))
-        return await _last(outputs), second
+        second = await last_of(llm.generate(make_prompt(30), PARAMS, request_id="mine"))
+        return await last_of(outputs), second
 
-    first, second = _run(llama, scenario)
+    first, second = run_scenario(llama, scenario)
     assert first.outputs[0].finish_reason == "abort"
     assert len(second.outputs[0].token_ids) == 12
 
@@ -115,13 +99,13 @@ def test_the_end_of_an_aborted_request_leaves_its_successor_alone(llama, make_pr
         await llm.abort("mine")
         second = llm.generate(make_prompt(30), LONG, request_id="mine")
         await anext(second)
-        await _last(first)
+        await last_of(first)
         with pytest.raises(InvalidConfigError, match="request_id is 'mine'"):
-            await _last(llm.generate([1], PARAMS, request_id="mine"))
+            await last_of(llm.generate([1], PARAMS, request_id="mine"))
         await llm.abort("mine")
-        return await _last(second)
+        return await last_of(second)
 
-    assert _run(llama, scenario).outputs[0].finish_reason == "abort"
+    assert run_scenario(llama, scenario).outputs[0].finish_reason == "abort"
 
 
 def test_of_two_threads_that_take_a_name_one_gets_it(llama, monkeypatch) -> None:
@@ -139,7 +123,7 @@ def test_of_two_threads_that_take_a_name_one_gets_it(llama, monkeypatch) -> None
 
     def call() -> None:
         try:
-            output = asyncio.run(_last(llm.generate([1, 2], PARAMS, request_id="same")))
+            output = asyncio.run(last_of(llm.generate([1, 2], PARAMS, request_id="same")))
             outcomes.append(len(output.outputs[0].token_ids))
         except InvalidConfigError as error:
             outcomes.append(str(error))
@@ -167,12 +151,12 @@ def test_an_abort_waits_for_a_step_of_another_thread(llama, make_prompt) -> None
             await asyncio.sleep(0)
         await llm.abort("mine")
         num_left = engine.num_unfinished
-        await _last(outputs)
+        await last_of(outputs)
         (result,) = await other
         return num_left, result
 
     for _ in range(5):
-        num_left, result = _run(llama, scenario)
+        num_left, result = run_scenario(llama, scenario)
         assert num_left <= 1
         assert len(result.outputs[0].token_ids) == 40
 
@@ -189,7 +173,7 @@ def test_samples_are_aborted_together(llama, tokenizer) -> None:
                 await llm.abort("mine")
         return seen
 
-    seen = _run(llama, scenario, tokenizer=tokenizer)
+    seen = run_scenario(llama, scenario, tokenizer=tokenizer)
     assert [seen[index][-1].finish_reason for index in range(4)] == ["abort"] * 4
     assert all(piece.finish_reason is None for index in range(4) for piece in seen[index][:-1])
 
@@ -207,7 +191,7 @@ def test_draws_depend_on_the_request_alone_whatever_others_do(
         await asyncio.sleep(source.uniform(0, 0.1))
         others = SamplingParams(max_tokens=source.randint(1, 40), temperature=1.0, n=2)
         given = prompt if number % 3 == 0 else make_prompt(source.randint(1, 50), seed=number)
-        task = asyncio.create_task(_last(llm.generate(given, others, priority=number % 3 - 1)))
+        task = asyncio.create_task(last_of(llm.generate(given, others, priority=number % 3 - 1)))
         await asyncio.sleep(source.uniform(0, 0.1))
         if number % 2:
             task.cancel()
@@ -217,12 +201,12 @@ def test_draws_depend_on_the_request_alone_whatever_others_do(
         disturbing = [asyncio.create_task(disturb(llm, number)) for number in range(30)]
         found = []
         for _ in range(3):
-            output = await _last(llm.generate(prompt, params))
+            output = await last_of(llm.generate(prompt, params))
             found.append([(sample.token_ids, sample.text) for sample in output.outputs])
         await asyncio.gather(*disturbing)
         return found, llm.stats.num_preemptions
 
-    found, _ = _run(
+    found, _ = run_scenario(
         llama, scenario, tokenizer=tokenizer, capacity=24, max_num_seqs=8, max_num_batched_tokens=40
     )
     assert found == [expected] * 3
@@ -233,10 +217,10 @@ def test_prompt_logprobs_of_cached_prompts_are_those_of_fresh_ones(llama, make_p
     prompt = make_prompt(70)
 
     async def scenario(llm):
-        outputs = await asyncio.gather(*(_last(llm.generate(prompt, params)) for _ in range(4)))
-        return [*outputs, await _last(llm.generate(prompt, params))]
+        outputs = await asyncio.gather(*(last_of(llm.generate(prompt, params)) for _ in range(4)))
+        return [*outputs, await last_of(llm.generate(prompt, params))]
 
-    first, *others = _run(llama, scenario, max_num_batched_tokens=48)
+    first, *others = run_scenario(llama, scenario, max_num_batched_tokens=48)
     for output in others:
         for one, other in zip(first.prompt_logprobs[1:], output.prompt_logprobs[1:], strict=True):
             assert one.keys() == other.keys()
@@ -250,23 +234,23 @@ def test_no_class_starves_while_a_better_one_keeps_coming(llama, make_prompt) ->
 
         async def better(number):
             while not over.is_set():
-                await _last(llm.generate(make_prompt(8, seed=number), PARAMS, priority=-1))
+                await last_of(llm.generate(make_prompt(8, seed=number), PARAMS, priority=-1))
 
         crowd = [asyncio.create_task(better(number)) for number in range(6)]
         await asyncio.sleep(0.05)
-        output = await _last(llm.generate(make_prompt(9), PARAMS, priority=5))
+        output = await last_of(llm.generate(make_prompt(9), PARAMS, priority=5))
         over.set()
         await asyncio.gather(*crowd)
         return output
 
-    assert len(_run(llama, scenario, max_num_seqs=2).outputs[0].token_ids) == 12
+    assert len(run_scenario(llama, scenario, max_num_seqs=2).outputs[0].token_ids) == 12
 
 
 def test_shutdown_at_any_moment_ends_every_caller(llama, make_prompt) -> None:
     async def main(num_turns):
         llm = AsyncLLM(llama, chunk_size=16, capacity=20, max_num_seqs=4)
         tasks = [
-            asyncio.create_task(_last(llm.generate(make_prompt(20, seed=i), LONG)))
+            asyncio.create_task(last_of(llm.generate(make_prompt(20, seed=i), LONG)))
             for i in range(8)
         ]
         for _ in range(num_turns):
@@ -288,7 +272,7 @@ def test_an_event_loop_that_is_closed_with_its_callers_leaves_nothing(llama, mak
 
         async def begin(num_turns=num_turns):
             tasks = [
-                asyncio.ensure_future(_last(llm.generate(make_prompt(20, seed=i), LONG)))
+                asyncio.ensure_future(last_of(llm.generate(make_prompt(20, seed=i), LONG)))
                 for i in range(3)
             ]
             for _ in range(num_turns):

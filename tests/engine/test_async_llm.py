@@ -12,16 +12,10 @@ import pytest
 import chunkcache
 from chunkcache import EngineError, InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
+from support.async_callers import last_of, run_scenario
 
 PARAMS = SamplingParams(max_tokens=12)
 LONG = SamplingParams(max_tokens=200)
-
-
-async def _last(outputs):
-    last = None
-    async for output in outputs:
-        last = output
-    return last
 
 
 async def _begin(llm: AsyncLLM, prompt, request_id: str) -> tuple[asyncio.Task, asyncio.Event]:
@@ -40,21 +34,11 @@ async def _begin(llm: AsyncLLM, prompt, request_id: str) -> tuple[asyncio.Task, 
     return task
 
 
-def _run(llama, scenario, **options):
-    async def main():
-        async with AsyncLLM(llama, chunk_size=16, **options) as llm:
-            result = await scenario(llm)
-            await llm.check_accounts()
-            return result
-
-    return asyncio.run(main())
-
-
 def test_each_output_has_all_before_it(llama, make_prompt) -> None:
     async def scenario(llm):
         return [output async for output in llm.generate(make_prompt(30), PARAMS)]
 
-    outputs = _run(llama, scenario)
+    outputs = run_scenario(llama, scenario)
     tokens = [output.outputs[0].token_ids for output in outputs]
     assert all(tokens[-1][: len(some)] == some for some in tokens)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -64,9 +48,9 @@ def test_tokens_are_those_of_llm(llama, make_prompt) -> None:
     prompts = [make_prompt(20 + i, seed=i) for i in range(6)]
 
     async def scenario(llm):
-        return await asyncio.gather(*(_last(llm.generate(prompt, PARAMS)) for prompt in prompts))
+        return await asyncio.gather(*(last_of(llm.generate(prompt, PARAMS)) for prompt in prompts))
 
-    together = [output.outputs[0].token_ids for output in _run(llama, scenario)]
+    together = [output.outputs[0].token_ids for output in run_scenario(llama, scenario)]
     alone = LLM(llama, chunk_size=16).generate(prompts, PARAMS)
     assert together == [output.outputs[0].token_ids for output in alone]
 
@@ -74,9 +58,9 @@ def test_tokens_are_those_of_llm(llama, make_prompt) -> None:
 def test_streamed_pieces_add_up(llama, tokenizer) -> None:
     async def scenario(llm):
         pieces = [piece async for piece in llm.stream("hello", PARAMS)]
-        return pieces, await _last(llm.generate("hello", PARAMS))
+        return pieces, await last_of(llm.generate("hello", PARAMS))
 
-    pieces, whole = _run(llama, scenario, tokenizer=tokenizer)
+    pieces, whole = run_scenario(llama, scenario, tokenizer=tokenizer)
     assert "".join(piece.text for piece in pieces) == whole.outputs[0].text
     tokens = [token for piece in pieces for token in piece.token_ids]
     assert tokens == whole.outputs[0].token_ids
@@ -86,10 +70,10 @@ def test_a_slow_reader_gets_everything(llama, make_prompt) -> None:
     async def scenario(llm):
         slow = llm.generate(make_prompt(9), PARAMS)
         await anext(slow)
-        await _last(llm.generate(make_prompt(40, seed=1), LONG))
-        return await _last(slow)
+        await last_of(llm.generate(make_prompt(40, seed=1), LONG))
+        return await last_of(slow)
 
-    assert len(_run(llama, scenario).outputs[0].token_ids) == 12
+    assert len(run_scenario(llama, scenario).outputs[0].token_ids) == 12
 
 
 def test_abort_ends_a_request_with_what_there_is(llama, make_prompt) -> None:
@@ -98,7 +82,7 @@ def test_abort_ends_a_request_with_what_there_is(llama, make_prompt) -> None:
         await llm.abort("mine")
         return await task
 
-    output = _run(llama, scenario)
+    output = run_scenario(llama, scenario)
     assert output.outputs[0].finish_reason == "abort"
     assert 0 < len(output.outputs[0].token_ids) < 200
 
@@ -106,9 +90,9 @@ def test_abort_ends_a_request_with_what_there_is(llama, make_prompt) -> None:
 def test_abort_of_an_unknown_request_does_nothing(llama) -> None:
     async def scenario(llm):
         await llm.abort("nobody")
-        return await _last(llm.generate([1, 2], PARAMS))
+        return await last_of(llm.generate([1, 2], PARAMS))
 
-    assert len(_run(llama, scenario).outputs[0].token_ids) == 12
+    assert len(run_scenario(llama, scenario).outputs[0].token_ids) == 12
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
@@ -133,7 +117,7 @@ def test_cancelling_the_reader_aborts_the_request(llama, make_prompt, num_tokens
         await llm.check_accounts()
         return llm.llm.engine.num_unfinished
 
-    assert _run(llama, scenario) == 0
+    assert run_scenario(llama, scenario) == 0
 
 
 def test_leaving_the_loop_aborts_the_request(llama, make_prompt) -> None:
@@ -143,41 +127,41 @@ def test_leaving_the_loop_aborts_the_request(llama, make_prompt) -> None:
         # The event loop closes the iterator, and the name is free again.
         for _ in range(10):
             await asyncio.sleep(0)
-        return await _last(llm.generate(make_prompt(30), PARAMS, request_id="a"))
+        return await last_of(llm.generate(make_prompt(30), PARAMS, request_id="a"))
 
-    assert len(_run(llama, scenario).outputs[0].token_ids) == 12
+    assert len(run_scenario(llama, scenario).outputs[0].token_ids) == 12
 
 
 def test_a_time_out_aborts_the_request(llama, make_prompt) -> None:
     async def scenario(llm):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(_last(llm.generate(make_prompt(30), LONG)), 0.01)
+            await asyncio.wait_for(last_of(llm.generate(make_prompt(30), LONG)), 0.01)
         await llm.check_accounts()
         return llm.llm.engine.num_unfinished
 
-    assert _run(llama, scenario) == 0
+    assert run_scenario(llama, scenario) == 0
 
 
 def test_a_name_in_use_is_refused(llama, make_prompt) -> None:
     async def scenario(llm):
         task = await _begin(llm, make_prompt(30), "same")
         with pytest.raises(InvalidConfigError, match="request_id is 'same'"):
-            await _last(llm.generate([1, 2], PARAMS, request_id="same"))
+            await last_of(llm.generate([1, 2], PARAMS, request_id="same"))
         return await task
 
-    assert len(_run(llama, scenario).outputs[0].token_ids) == 200
+    assert len(run_scenario(llama, scenario).outputs[0].token_ids) == 200
 
 
 def test_a_refused_request_concerns_no_other(llama, make_prompt) -> None:
     async def scenario(llm):
         task = await _begin(llm, make_prompt(30), "good")
         with pytest.raises(OutOfChunksError):
-            await _last(llm.generate(make_prompt(400), PARAMS))
+            await last_of(llm.generate(make_prompt(400), PARAMS))
         with pytest.raises(InvalidConfigError, match="token id"):
-            await _last(llm.generate([-1], PARAMS))
+            await last_of(llm.generate([-1], PARAMS))
         return await task
 
-    assert len(_run(llama, scenario, capacity=20).outputs[0].token_ids) == 200
+    assert len(run_scenario(llama, scenario, capacity=20).outputs[0].token_ids) == 200
 
 
 def test_an_error_of_the_engine_reaches_every_waiter(llama, make_prompt, monkeypatch) -> None:
@@ -186,9 +170,9 @@ def test_an_error_of_the_engine_reaches_every_waiter(llama, make_prompt, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(llama.lm_head, "forward", lambda _: 1 / 0)
             errors = await asyncio.gather(*tasks, return_exceptions=True)
-        return errors, await _last(llm.generate([1, 2], PARAMS))
+        return errors, await last_of(llm.generate([1, 2], PARAMS))
 
-    errors, output = _run(llama, scenario)
+    errors, output = run_scenario(llama, scenario)
     assert [type(error) for error in errors] == [EngineError] * 3
     assert len(output.outputs[0].token_ids) == 12
 
@@ -201,7 +185,7 @@ def test_an_engine_thread_that_fails_ends_every_waiter(llama, make_prompt) -> No
         with pytest.raises(EngineError, match="thread failed: ZeroDivisionError"):
             await task
         with pytest.raises(EngineError, match="thread failed"):
-            await _last(llm.generate([1], PARAMS))
+            await last_of(llm.generate([1], PARAMS))
         await llm.shutdown()
 
     asyncio.run(main())
@@ -215,7 +199,7 @@ def test_shutdown_ends_who_waits_and_who_comes_later(llama, make_prompt) -> None
         with pytest.raises(EngineError, match="shut down"):
             await task
         with pytest.raises(EngineError, match="shut down"):
-            await _last(llm.generate([1], PARAMS))
+            await last_of(llm.generate([1], PARAMS))
         await llm.shutdown()
         llm.llm.check_accounts()
 
@@ -242,19 +226,19 @@ def test_a_reader_whose_event_loop_is_gone_is_aborted(llama, make_prompt) -> Non
 def test_salts_keep_requests_apart(llama, make_prompt) -> None:
     async def scenario(llm):
         outputs = [
-            await _last(llm.generate(make_prompt(64), PARAMS, cache_salt=salt)) for salt in "aba"
+            await last_of(llm.generate(make_prompt(64), PARAMS, cache_salt=salt)) for salt in "aba"
         ]
         return [output.cached_tokens for output in outputs]
 
-    assert _run(llama, scenario) == [0, 0, 64]
+    assert run_scenario(llama, scenario) == [0, 0, 64]
 
 
 def test_it_may_run_beside_the_blocking_calls_of_the_same_engine(llama, make_prompt) -> None:
     async def scenario(llm):
         blocking = asyncio.to_thread(llm.llm.generate, make_prompt(30, seed=1), LONG)
-        return await asyncio.gather(_last(llm.generate(make_prompt(30), LONG)), blocking)
+        return await asyncio.gather(last_of(llm.generate(make_prompt(30), LONG)), blocking)
 
-    own, (other,) = _run(llama, scenario)
+    own, (other,) = run_scenario(llama, scenario)
     assert [len(output.outputs[0].token_ids) for output in (own, other)] == [200, 200]
 
 
@@ -304,10 +288,10 @@ def test_a_request_that_cannot_be_planned_fails_alone(llama, make_prompt, enable
             return insert(tokens, cache_salt)
 
         cache.insert = failing
-        requests = [_last(llm.generate(prompt, PARAMS)) for prompt in (good, bad)]
+        requests = [last_of(llm.generate(prompt, PARAMS)) for prompt in (good, bad)]
         return await asyncio.gather(*requests, return_exceptions=True)
 
-    served, failed = _run(llama, scenario, enable_overlap=enable_overlap)
+    served, failed = run_scenario(llama, scenario, enable_overlap=enable_overlap)
     assert served.finished
     assert isinstance(failed, EngineError)
     assert "KeyError: 'lost'" in str(failed)

@@ -42,9 +42,9 @@ def test_a_step_that_runs_is_given_up_when_it_cannot_end() -> None:
     fake.engine.check_accounts()
 
 
-def test_tokens_on_their_way_are_given_up_when_they_cannot_come() -> None:
+def test_tokens_on_their_way_are_given_up_when_they_cannot_come(monkeypatch) -> None:
     tokens = _HostTokens(torch.zeros(1, dtype=torch.int64))
-    tokens._event = _Never()  # type: ignore[assignment]
+    monkeypatch.setattr(tokens, "_event", _Never())
     with pytest.raises(EngineError, match="process 1 has ended"):
         tokens.wait(_lost)
 

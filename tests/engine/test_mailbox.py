@@ -15,7 +15,7 @@ def _letter(number: int) -> Letter:
     return Letter([StreamOutput(0, 0, "", [number], None, OUTPUT)], OUTPUT, False)
 
 
-def test_a_busy_event_loop_is_told_of_its_letters_once() -> None:
+def test_a_busy_event_loop_is_told_of_its_letters_once(monkeypatch) -> None:
     async def main() -> tuple[int, Letter]:
         mailbox = Mailbox()
         told = []
@@ -26,7 +26,7 @@ def test_a_busy_event_loop_is_told_of_its_letters_once() -> None:
             told.append(args)
             return original(*args)
 
-        loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
         for number in range(1000):
             post([(mailbox, _letter(number))])
         return len(told), await mailbox.take()

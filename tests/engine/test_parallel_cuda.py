@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from support.devices import NEEDS_TWO_DEVICES
 from support.parallel import random_prompts, save_adapter, serve_cases
 from tiny_models import CONFIGS, make_model
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    NEEDS_TWO_DEVICES,
 ]
 
 #: Largest error of a row's logits over their largest, against the whole model's in float16.

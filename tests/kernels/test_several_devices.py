@@ -8,13 +8,13 @@ import torch
 
 from chunkcache import ChunkCache, InvalidConfigError, attention, reference
 from chunkcache.kernels import tensors
-from support.devices import to_numpy
+from support.devices import NEEDS_TWO_DEVICES, to_numpy
 from support.prefix_kv import PrefixKv
 
 from .serving import Serving
 from .test_tensors import CudaArray, Dlpack
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+pytestmark = NEEDS_TWO_DEVICES
 
 HERE, THERE = 0, 1
 TOKENS = list(range(40))

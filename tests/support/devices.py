@@ -19,6 +19,10 @@ NEEDS_FP8 = pytest.mark.skipif(
     reason="needs a CUDA device of compute capability 8.9 or more and chunkcache[cuda]",
 )
 
+NEEDS_TWO_DEVICES = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 
@@ -26,11 +27,8 @@ def watched_logits() -> Iterator[Seen]:
             seen.setdefault(id(each.state), []).append(logits[each.row].float().cpu())
         return pick(self, logits, picks)
 
-    TokenPicker.pick = watching  # type: ignore[method-assign]
-    try:
+    with patch.object(TokenPicker, "pick", watching):
         yield seen
-    finally:
-        TokenPicker.pick = pick  # type: ignore[method-assign]
 
 
 def serve_all(llm: LLM, requests: list[Request]) -> None:
