@@ -86,11 +86,11 @@ build-tests: ## Build the Rust tests
 
 .PHONY: test-python
 test-python: setup ## Run the Python tests
-	$(BIN)/python -m pytest --quiet
+	$(BIN)/pytest --quiet
 
 .PHONY: soak
 soak: setup ## Run two hundred callers against the engine, 40 times over (four minutes)
-	CHUNKCACHE_SOAK_ROUNDS=$${CHUNKCACHE_SOAK_ROUNDS:-40} $(BIN)/python -m pytest --quiet tests/engine/test_soak.py
+	CHUNKCACHE_SOAK_ROUNDS=$${CHUNKCACHE_SOAK_ROUNDS:-40} $(BIN)/pytest --quiet tests/engine/test_soak.py
 
 .PHONY: stubtest
 stubtest: setup ## Compare the hand-written stubs with the built module

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from chunkcache import ChunkCache, attention, reference
-from support.devices import NEEDS_CUDA, NumpyCudaCache
-from support.prefix_kv import (
+from chunkcache_testing.devices import NEEDS_CUDA, NumpyCudaCache
+from chunkcache_testing.prefix_kv import (
     TOLERANCE,
     Entry,
     PrefixKv,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkcache import InvalidConfigError, PrefixTree, StalePlanError, attention, reference
-from support.prefix_kv import DTYPES, TOLERANCE
+from chunkcache_testing.prefix_kv import DTYPES, TOLERANCE
 
 KERNELS = [
     {"isa": isa, "sharing": sharing}

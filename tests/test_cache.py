@@ -18,8 +18,8 @@ from chunkcache import (
     StalePlanError,
     UnknownSequenceError,
 )
-from support.devices import DEVICES, NumpyCudaCache
-from support.prefix_kv import (
+from chunkcache_testing.devices import DEVICES, NumpyCudaCache
+from chunkcache_testing.prefix_kv import (
     PrefixKv,
     begin,
     check_attention,

@@ -1,11 +1,15 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import chunkcache
+import chunkcache_testing
 from chunkcache import attention, reference
+
+TESTS = Path(__file__).resolve().parent
 
 # Refuses every module that is neither Python's own, nor numpy, nor the package.
 IMPORT_BESIDE_NUMPY_ALONE = """
@@ -33,6 +37,14 @@ with cache.plan([seq], [0, 3]) as plan:
 def test_the_package_needs_numpy_alone() -> None:
     command = [sys.executable, "-W", "error", "-c", IMPORT_BESIDE_NUMPY_ALONE]
     subprocess.run(command, check=True, env={"PYTHONPATH": ":".join(sys.path)}, timeout=60)
+
+
+def test_the_tests_keep_no_name_from_other_packages() -> None:
+    """A folder `kernels` on the path made transformers take it for the package of that name."""
+    folders = [Path(entry).resolve() for entry in sys.path if entry]
+    ours = [folder for folder in folders if folder.is_relative_to(TESTS)]
+    names = {path.stem for folder in ours for path in folder.iterdir()} - {"__pycache__"}
+    assert names == {chunkcache_testing.__name__}
 
 
 def public_objects() -> list:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from support.devices import NEEDS_CUDA
+from chunkcache_testing.devices import NEEDS_CUDA
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)

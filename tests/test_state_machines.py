@@ -2,9 +2,9 @@ import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from chunkcache import ChunkCache, Plan, PrefixTree
-from support.devices import NEEDS_CUDA, NumpyCudaCache
-from support.machine import TreeMachine
-from support.prefix_kv import Entry, PrefixKv, check_attention, write
+from chunkcache_testing.devices import NEEDS_CUDA, NumpyCudaCache
+from chunkcache_testing.machine import TreeMachine
+from chunkcache_testing.prefix_kv import Entry, PrefixKv, check_attention, write
 
 
 class PrefixTreeMachine(TreeMachine):

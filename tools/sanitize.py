@@ -1,6 +1,7 @@
 """Run compute-sanitizer over a small grid of all CUDA kernels: `python tools/sanitize.py`.
 
-The grid (`tests/kernels/sanitizer_grid.py`) runs once for each tool and checks its own results.
+The grid (`sanitizer_grid` among the tests' own modules) runs once for each tool and checks its own
+results.
 Every allocation in it is one of the driver's: a caching allocator would hide what lies past an end.
 For racecheck, attention is compiled with two differences that it needs to follow the order of
 things (`CHUNKCACHE_RACECHECK` in `cuda/common/ptx.cuh`). Exits with 1 if a tool reports anything.
@@ -41,10 +42,11 @@ def reports(log: str) -> int | None:
 def run(tool: str, grid: list[str], logs: Path | None, timeout: float) -> bool:
     """Run the grid under one tool, print its summary and return whether it is clean."""
     command = ["compute-sanitizer", f"--tool={tool}", *TOOLS[tool], "--print-limit=1000"]
-    command += [sys.executable, "-m", "kernels.sanitizer_grid", *grid]
+    command += [sys.executable, "-m", "chunkcache_testing.kernels.sanitizer_grid", *grid]
     if tool == "racecheck":
         command.append("--racecheck")
-    paths = [str(ROOT / "python"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    sources = [str(ROOT / "python"), str(ROOT / "tests" / "lib")]
+    paths = [*sources, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

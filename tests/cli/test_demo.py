@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from chunkcache.cli.app import app
 from chunkcache.cli.demo.inputs import load_inputs
-from tiny_models import CONFIGS, make_model, make_tokenizer
+from chunkcache_testing.tiny_models import CONFIGS, make_model, make_tokenizer
 
 PROMPT = "You are a helpful agent of a small shop. Be short and friendly, please. " * 2
 QUESTIONS = ["Where is it?", "Is it open?", "May I?"]

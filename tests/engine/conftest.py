@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiny_models import CONFIGS, VOCAB_SIZE, make_model, make_tokenizer
+from chunkcache_testing.tiny_models import CONFIGS, VOCAB_SIZE, make_model, make_tokenizer
 
 CLOSE_LOGITS = 1e-4
 

@@ -8,7 +8,7 @@ import pytest
 
 from chunkcache import EngineError, InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
-from support.async_callers import last_of, run_scenario
+from chunkcache_testing.async_callers import last_of, run_scenario
 
 PARAMS = SamplingParams(max_tokens=12)
 LONG = SamplingParams(max_tokens=200)

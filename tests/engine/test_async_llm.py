@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import chunkcache
+import chunkcache_testing
 from chunkcache import EngineError, InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
-from support.async_callers import last_of, run_scenario
+from chunkcache_testing.async_callers import last_of, run_scenario
 
 PARAMS = SamplingParams(max_tokens=12)
 LONG = SamplingParams(max_tokens=200)
@@ -255,7 +256,7 @@ def test_a_program_that_forgets_to_shut_down_ends() -> None:
     code = """
 import asyncio
 from chunkcache.engine import AsyncLLM
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 llm = AsyncLLM(make_model(CONFIGS["llama"]()))
 
@@ -265,8 +266,8 @@ async def main():
 
 asyncio.run(main())
 """
-    tests = Path(__file__).parents[1]
-    paths = [str(tests), str(Path(chunkcache.__file__).parents[1])]
+    testing = Path(chunkcache_testing.__file__).parents[1]
+    paths = [str(testing), str(Path(chunkcache.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100

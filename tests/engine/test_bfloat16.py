@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from chunkcache.engine import LLM, SamplingParams
-from support.devices import DEVICES
-from support.logits import (
+from chunkcache_testing.devices import DEVICES
+from chunkcache_testing.logits import (
     expected_logits,
     found_logits,
     relative_errors,

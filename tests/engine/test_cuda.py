@@ -11,9 +11,9 @@ from chunkcache import InvalidConfigError
 from chunkcache.engine import LLM, SamplingParams
 from chunkcache.engine.attention import implementation
 from chunkcache.engine.picker import TokenPicker
-from support.devices import NEEDS_CUDA, NEEDS_FP8
-from support.logits import serve_all
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.devices import NEEDS_CUDA, NEEDS_FP8
+from chunkcache_testing.logits import serve_all
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 pytestmark = NEEDS_CUDA
 

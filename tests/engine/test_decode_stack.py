@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from chunkcache.engine.decode_stack import find_stack
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 NUM_POSITIONS = 200
 

@@ -7,7 +7,7 @@ import torch
 from chunkcache.engine import SamplingParams
 from chunkcache.engine.device_sampler import sample_rows
 from chunkcache.engine.sampler import sample
-from support.devices import DEVICES
+from chunkcache_testing.devices import DEVICES
 
 PARAMS = [
     {"temperature": 1.0},

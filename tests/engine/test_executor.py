@@ -8,7 +8,7 @@ import torch
 from chunkcache import EngineError
 from chunkcache.engine.executor import StepExecutor, _HostTokens
 from chunkcache.engine.picker import TokenPicker
-from support.fake_engine import FakeEngine, counted, tokens_of
+from chunkcache_testing.fake_engine import FakeEngine, counted, tokens_of
 
 
 class _Never:

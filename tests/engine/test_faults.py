@@ -4,7 +4,7 @@ import pytest
 
 from chunkcache import EngineError, OutOfChunksError
 from chunkcache.engine.picker import TokenPicker
-from support.fake_engine import FailingPicker, FakeEngine, counted, tokens_of
+from chunkcache_testing.fake_engine import FailingPicker, FakeEngine, counted, tokens_of
 
 PROMPTS = [list(range(100 * i, 100 * i + 20)) for i in range(4)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chunkcache.engine.fused_norms import fused_norms
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3"])

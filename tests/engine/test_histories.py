@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from chunkcache import OutOfChunksError
-from support.fake_engine import FakeEngine, counted, tokens_of
+from chunkcache_testing.fake_engine import FakeEngine, counted, tokens_of
 
 MAX_STEPS = 5000
 

@@ -4,7 +4,7 @@ import pytest
 
 from chunkcache import InvalidConfigError
 from chunkcache.engine import LLM, SamplingParams, gguf, loader
-from tiny_models import CONFIGS, make_model, make_tokenizer
+from chunkcache_testing.tiny_models import CONFIGS, make_model, make_tokenizer
 
 
 @pytest.fixture

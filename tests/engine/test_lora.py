@@ -13,7 +13,7 @@ import torch
 
 from chunkcache import InvalidConfigError
 from chunkcache.engine import LLM, SamplingParams, lora
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 MAX_TOKENS = 12
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)

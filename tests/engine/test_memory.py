@@ -5,7 +5,7 @@ import torch
 
 from chunkcache import ChunkCacheError, InvalidConfigError, OutOfChunksError
 from chunkcache.engine import LLM, EngineConfig, SamplingParams, capacity
-from support.fake_engine import FakeEngine, counted, tokens_of
+from chunkcache_testing.fake_engine import FakeEngine, counted, tokens_of
 
 CPU = torch.device("cpu")
 

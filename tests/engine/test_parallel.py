@@ -11,8 +11,8 @@ import pytest
 from chunkcache import InvalidConfigError
 from chunkcache.engine import LLM, EngineConfig, SamplingParams
 from chunkcache.engine.parallel import check_heads
-from support.parallel import random_prompts, save_adapter, serve_cases
-from tiny_models import CONFIGS, make_model, make_tokenizer
+from chunkcache_testing.parallel import random_prompts, save_adapter, serve_cases
+from chunkcache_testing.tiny_models import CONFIGS, make_model, make_tokenizer
 
 # Two processes that import torch and transformers, on however many cores there are.
 pytestmark = pytest.mark.timeout(300)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from support.devices import NEEDS_TWO_DEVICES
-from support.parallel import random_prompts, save_adapter, serve_cases
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.devices import NEEDS_TWO_DEVICES
+from chunkcache_testing.parallel import random_prompts, save_adapter, serve_cases
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -3,7 +3,7 @@
 import pytest
 
 from chunkcache.engine import LLM, SamplingParams
-from tiny_models import make_tokenizer
+from chunkcache_testing.tiny_models import make_tokenizer
 
 # The first use converts the model, which takes half a minute of its own.
 pytestmark = pytest.mark.timeout(400)

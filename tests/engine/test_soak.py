@@ -6,7 +6,7 @@ import os
 import pytest
 
 from chunkcache.engine import AsyncLLM
-from support.soak import (
+from chunkcache_testing.soak import (
     CAPACITY,
     CHUNK_SIZE,
     Alone,

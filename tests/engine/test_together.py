@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.fake_engine import FakeEngine, counted, tokens_of
+from chunkcache_testing.fake_engine import FakeEngine, counted, tokens_of
 
 
 def _prompt(num_tokens: int, begin: int = 0) -> list[int]:

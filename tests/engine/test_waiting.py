@@ -1,7 +1,7 @@
 """The order in which waiting sequences are admitted."""
 
 from chunkcache.engine.waiting import PATIENCE, WaitingQueue
-from support.fake_engine import FakeEngine
+from chunkcache_testing.fake_engine import FakeEngine
 
 
 class _Arrivals:

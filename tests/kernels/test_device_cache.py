@@ -13,10 +13,9 @@ from chunkcache import (
     StalePlanError,
     reference,
 )
-from support.devices import NEEDS_CUDA, to_cuda, to_numpy
-from support.prefix_kv import Entry, PrefixKv
-
-from .serving import Serving
+from chunkcache_testing.devices import NEEDS_CUDA, to_cuda, to_numpy
+from chunkcache_testing.kernels.serving import Serving
+from chunkcache_testing.prefix_kv import Entry, PrefixKv
 
 pytestmark = NEEDS_CUDA
 

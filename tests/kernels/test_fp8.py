@@ -8,10 +8,9 @@ import torch
 
 from chunkcache import InvalidConfigError, attention, reference
 from chunkcache.kernels import frontend
-
-from .device import NEEDS_FP8
-from .harness import FP8_TOLERANCE, TOLERANCE, Case, run
-from .trees import Node, error
+from chunkcache_testing.kernels.device import NEEDS_FP8
+from chunkcache_testing.kernels.harness import FP8_TOLERANCE, TOLERANCE, Case, run
+from chunkcache_testing.kernels.trees import Node, error
 
 pytestmark = NEEDS_FP8
 

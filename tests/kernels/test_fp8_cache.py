@@ -6,12 +6,11 @@ import torch
 
 from chunkcache import ChunkCache, InvalidConfigError, reference
 from chunkcache.kernels.driver import DeviceLimits
-from support.devices import to_cuda, to_numpy
-from support.prefix_kv import PrefixKv
-
-from .device import NEEDS_FP8
-from .harness import TOLERANCE
-from .serving import Serving
+from chunkcache_testing.devices import to_cuda, to_numpy
+from chunkcache_testing.kernels.device import NEEDS_FP8
+from chunkcache_testing.kernels.harness import TOLERANCE
+from chunkcache_testing.kernels.serving import Serving
+from chunkcache_testing.prefix_kv import PrefixKv
 
 pytestmark = NEEDS_FP8
 

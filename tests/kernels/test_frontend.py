@@ -6,10 +6,9 @@ import torch
 
 from chunkcache import InvalidConfigError, StalePlanError, attention
 from chunkcache.kernels import frontend
-
-from .device import NEEDS_CUDA
-from .harness import paged
-from .trees import error
+from chunkcache_testing.kernels.device import NEEDS_CUDA
+from chunkcache_testing.kernels.harness import paged
+from chunkcache_testing.kernels.trees import error
 
 pytestmark = NEEDS_CUDA
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from .device import FP8_PATHS, NEEDS_CUDA, PATHS
-from .harness import TOLERANCE, Case, Prepared, prepare
-from .trees import Node, error, reference
+from chunkcache_testing.kernels.device import FP8_PATHS, NEEDS_CUDA, PATHS
+from chunkcache_testing.kernels.harness import TOLERANCE, Case, Prepared, prepare
+from chunkcache_testing.kernels.trees import Node, error, reference
 
 pytestmark = NEEDS_CUDA
 

@@ -8,10 +8,10 @@ import torch
 
 from chunkcache import ChunkCache, InvalidConfigError, attention, reference
 from chunkcache.kernels import tensors
-from support.devices import NEEDS_TWO_DEVICES, to_numpy
-from support.prefix_kv import PrefixKv
+from chunkcache_testing.devices import NEEDS_TWO_DEVICES, to_numpy
+from chunkcache_testing.kernels.serving import Serving
+from chunkcache_testing.prefix_kv import PrefixKv
 
-from .serving import Serving
 from .test_tensors import CudaArray, Dlpack
 
 pytestmark = NEEDS_TWO_DEVICES

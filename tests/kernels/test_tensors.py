@@ -5,8 +5,7 @@ import torch
 
 from chunkcache import InvalidConfigError, attention
 from chunkcache.kernels import tensors
-
-from .device import NEEDS_CUDA
+from chunkcache_testing.kernels.device import NEEDS_CUDA
 
 
 class Dlpack:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from .device import NEEDS_CUDA, PATHS
-from .harness import TOLERANCE, Case, prepare, run
-from .trees import Node
+from chunkcache_testing.kernels.device import NEEDS_CUDA, PATHS
+from chunkcache_testing.kernels.harness import TOLERANCE, Case, prepare, run
+from chunkcache_testing.kernels.trees import Node
 
 pytestmark = NEEDS_CUDA
 

@@ -17,8 +17,7 @@ from chunkcache.kernels.work import (
     Schedule,
     cut_tables,
 )
-
-from .trees import Node, build
+from chunkcache_testing.kernels.trees import Node, build
 
 INLINE_PAGES = 16
 

@@ -7,7 +7,7 @@ import pytest
 
 from chunkcache.cli.serve_bench.options import BenchOptions
 from chunkcache.cli.serve_bench.workload import Row
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 
 @pytest.fixture(scope="session")

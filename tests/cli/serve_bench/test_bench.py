@@ -19,7 +19,7 @@ from chunkcache.cli.serve_bench.turns import server_limits
 from chunkcache.cli.serve_bench.workload import Row
 from chunkcache.engine.inspection import inspect_model
 from chunkcache.errors import ChunkCacheError, InvalidConfigError
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 60, "hash_ids": [1, 2, 3]},

@@ -10,7 +10,7 @@ from chunkcache.cli.serve_bench.contenders import EngineContender, ServerLimits
 from chunkcache.cli.serve_bench.transformers_batching import ContinuousBatching, bytes_in_use
 from chunkcache.cli.serve_bench.watch import OverLimitError, Watcher
 from chunkcache.cli.serve_bench.workload import TimedRequest
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 LIMITS = ServerLimits(max_num_seqs=4, max_num_batched_tokens=64, chunk_size=16, capacity=64)
 PROMPT = list(range(48))

@@ -7,7 +7,7 @@ from chunkcache.cli.serve_bench import turns
 from chunkcache.cli.serve_bench.turns import in_turns, server_limits
 from chunkcache.engine.capacity import pool_capacity
 from chunkcache.engine.inspection import inspect_model
-from tiny_models import CONFIGS, make_model
+from chunkcache_testing.tiny_models import CONFIGS, make_model
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from support.devices import NEEDS_CUDA, NEEDS_FP8
+from chunkcache_testing.devices import NEEDS_CUDA, NEEDS_FP8
 
 __all__ = ["FP8_PATHS", "NEEDS_CUDA", "NEEDS_FP8", "PATHS"]
 

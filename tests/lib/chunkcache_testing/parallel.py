@@ -14,7 +14,7 @@ from typing import Any
 import peft
 import torch
 
-_WORKER = Path(__file__).parent / "parallel_worker.py"
+_WORKER = "chunkcache_testing.parallel_worker"
 _SECONDS = 250
 
 
@@ -39,11 +39,13 @@ def serve_cases(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    paths = [str(_WORKER.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not on_cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, str(_WORKER), str(folder / "cases"), str(folder / "result")]
+    # -P: neither the worker's folder nor this one lends its files' names to others' imports.
+    command = [sys.executable, "-P", "-m", _WORKER]
+    command += [str(folder / "cases"), str(folder / "result")]
     processes = [
         subprocess.Popen(
             command,

@@ -1,7 +1,7 @@
 """One process of a tensor-parallel engine: serves the cases of a file and writes what it got.
 
-Usage: python parallel_worker.py CASES RESULTS, with torchrun's environment variables. The results
-are rewritten after each case, since a process may not survive its last one.
+Usage: python -m chunkcache_testing.parallel_worker CASES RESULTS, with torchrun's environment. The
+results are rewritten after each case, since a process may not survive its last one.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import transformers
 
 from chunkcache.engine import LLM, AsyncLLM, SamplingParams
 from chunkcache.engine.picker import TokenPicker
-from support.soak import CAPACITY, CHUNK_SIZE, Alone, make_prompts, soak
+from chunkcache_testing.soak import CAPACITY, CHUNK_SIZE, Alone, make_prompts, soak
 
 GREEDY = {"max_tokens": 12}
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)

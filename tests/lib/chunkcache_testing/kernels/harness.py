@@ -9,8 +9,7 @@ from chunkcache.kernels.driver import Launch
 from chunkcache.kernels.params import Operands, Scores, Strides
 from chunkcache.kernels.tpp import Pages, TppAttention, TppTables
 from chunkcache.kernels.work import DeviceCosts, cut_tables
-
-from .trees import Forest, Node, build, error, reference
+from chunkcache_testing.kernels.trees import Forest, Node, build, error, reference
 
 TORCH_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "E4M3": torch.float8_e4m3fn}
 #: The largest error by the type of K and V; against the dequantised reference for fp8.

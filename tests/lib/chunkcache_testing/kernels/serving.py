@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from chunkcache import ChunkCache, reference
-from support.devices import to_cuda, to_numpy
-from support.prefix_kv import TOLERANCE, Entry, PrefixKv, pending
+from chunkcache_testing.devices import to_cuda, to_numpy
+from chunkcache_testing.prefix_kv import TOLERANCE, Entry, PrefixKv, pending
 
 LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM, CHUNK = 2, 2, 6, 64, 16
 

@@ -18,9 +18,8 @@ from chunkcache import attention, reference
 from chunkcache.kernels import build, frontend, table, tpp
 from chunkcache.kernels.decode import DecodeKernels, Rotation, compiled_rows
 from chunkcache.kernels.decode import Pages as DecodePages
-
-from .device import FP8_PATHS, PATHS
-from .serving import Serving
+from chunkcache_testing.kernels.device import FP8_PATHS, PATHS
+from chunkcache_testing.kernels.serving import Serving
 
 FP8 = torch.float8_e4m3fn
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16"}
