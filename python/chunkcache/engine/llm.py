@@ -6,7 +6,6 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -188,7 +187,7 @@ class LLM:
         )
         self.engine: Engine | LockstepEngine = engine
         if processes is not None:
-            processes.begin(partial(parallel.break_off, self.model))
+            processes.begin(parallel.break_off(self.model))
             self.engine = LockstepEngine(engine, self.cache, processes)
 
     def _runner(self, max_rows: int) -> GraphRunner | ModelRunner:

@@ -143,6 +143,10 @@ class LockstepEngine:
                 with suppress(EngineError):
                     self._follow(*call, make)
 
+    def leave(self, reason: str) -> None:
+        """End the engine for all, since this process cannot go on; a `follow` in progress ends."""
+        self._processes.fail(reason)
+
     def _next_call(self) -> _Call | None:
         try:
             call: _Call = self._processes.receive()

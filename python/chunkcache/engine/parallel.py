@@ -7,7 +7,7 @@ picks the tokens for all, lest rounding errors make them disagree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -130,13 +130,16 @@ def group_of(model: Any) -> Any:
     return next(parts).device_mesh.get_group()
 
 
-def break_off(model: Any) -> None:
-    """End collectives of a split model that wait for a process that is lost.
+def break_off(model: Any) -> Callable[[], None] | None:
+    """Return what ends collectives of a split model that wait for a process that is lost.
 
-    Those of gloo end when the process does, and nobody waits for them.
+    It does not keep the model alive. None for those of gloo: they end when that process does, and
+    nobody waits for them.
     """
-    if model.device.type == "cuda":
-        group_of(model)._get_backend(model.device).abort()
+    if model.device.type != "cuda":
+        return None
+    group, device = group_of(model), model.device
+    return lambda: group._get_backend(device).abort()
 
 
 class SharedRunner:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from chunkcache._arrays import described
+from chunkcache.engine import background
 from chunkcache.errors import EngineError, InvalidConfigError
 
 FIRST = 0
@@ -120,12 +121,15 @@ class Processes:
         Raises:
             EngineError: processes of this group were lost in the middle of their work.
         """
-        self._group: Any = dist.group.WORLD
-        if (reason := _broken.get(self._group)) is not None:
+        group: Any = dist.group.WORLD
+        if (reason := _broken.get(group)) is not None:
             raise EngineError(f"{reason}; the processes can only be started again, all of them")
+        # The thread that listens may be the last to hold this object, and must not free torch's.
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.is_first = self.rank == FIRST
+        self._has_begun = False
         self._break_off: Callable[[], None] | None = None
         self._lost: str | None = None
         self._noticed = threading.Event()
@@ -137,13 +141,14 @@ class Processes:
         self._inboxes: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in self._peers}
         threading.Thread(target=self._listen, name="chunkcache-processes", daemon=True).start()
 
-    def begin(self, break_off: Callable[[], None]) -> None:
+    def begin(self, break_off: Callable[[], None] | None) -> None:
         """Begin with what makes the processes wait for each other.
 
         Args:
             break_off: called when a process is lost, in a thread of its own, to end collectives
-                that would wait for it.
+                that would wait for it; None where they end by themselves.
         """
+        self._has_begun = True
         self._break_off = break_off
 
     def announce(self, message: Any) -> None:
@@ -294,9 +299,11 @@ class Processes:
         for rank, peer in self._peers.items():
             self._send(peer, ("lost", reason))
             self._inboxes[rank].put(None)
+        group = self._group()
+        if self._has_begun and group is not None:
+            _broken[group] = reason
         if self._break_off is not None:
-            _broken[self._group] = reason
-            threading.Thread(target=self._break_off, daemon=True).start()
+            background.start(self._break_off, "chunkcache-break-off")
 
 
 def _received(peer: _Connection) -> tuple[str, Any]:

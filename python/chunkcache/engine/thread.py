@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
+from chunkcache.engine import background
 from chunkcache.engine.core import Engine
 from chunkcache.engine.executor import named
 from chunkcache.engine.lockstep import LockstepEngine, Order
@@ -39,8 +40,7 @@ class EngineThread:
         self._changed = threading.Condition()
         # What those get who come after the end.
         self._stopped: Callable[[], EngineError] | None = None
-        self._thread = threading.Thread(target=self._run, name="chunkcache-engine", daemon=True)
-        self._thread.start()
+        self._thread = background.start(self._run, "chunkcache-engine", self.stop_soon)
 
     def add(self, request: Request, mailbox: Mailbox) -> Future[None]:
         """Take a request in; its outputs go to ``mailbox``."""
@@ -177,7 +177,10 @@ class FollowingThread:
         self._engine = engine
         self._make = make
         self.ended: Future[None] = Future()
-        threading.Thread(target=self._run, name="chunkcache-follower", daemon=True).start()
+        background.start(self._run, "chunkcache-follower", self._leave)
+
+    def _leave(self) -> None:
+        self._engine.leave("its program ended before the first one's engine did")
 
     def _run(self) -> None:
         try:
