@@ -61,15 +61,21 @@ import torch
 from chunkcache.engine import background
 
 begun = threading.Event()
+started = threading.Event()
 
 class Model:
+    def run(self):
+        started.wait()
+
     def __del__(self):
         begun.set()
         end = time.monotonic() + 2
         while time.monotonic() < end:
-            [torch.zeros(1) for _ in range(1000)]
+            tensors = [torch.zeros(1) for _ in range(1000)]
+            del tensors
 
-background.start(Model().__str__, "worker")
+background.start(Model().run, "worker")
+started.set()
 begun.wait()
 """)
 
