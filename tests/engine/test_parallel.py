@@ -316,3 +316,10 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_a_size_of_zero_is_refused() -> None:
     with pytest.raises(InvalidConfigError, match="tensor_parallel_size is 0"):
         EngineConfig(tensor_parallel_size=0)
+
+
+def test_a_follower_whose_program_ends_says_so(folders, serve) -> None:
+    case = {"left": ("follower_leaves", {"model": str(folders["llama"])})}
+    first, second = serve(case)
+    assert "process 1 failed: its program ended before" in first["left"]
+    assert second["left"] == "ended"

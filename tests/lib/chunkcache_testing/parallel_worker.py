@@ -304,9 +304,25 @@ def _forgotten(model: str) -> str:
     return _message(lambda: asyncio.run(llm.shutdown())).replace("served", "ended")
 
 
+def _follower_leaves(model: str) -> str:
+    """Let the second process's program end while the first one's callers are served."""
+    llm = AsyncLLM(model, tensor_parallel_size=int(os.environ["WORLD_SIZE"]))
+    if dist.get_rank() == 1:
+        return "ended"
+
+    async def main() -> str:
+        async with llm:
+            while (end := await _refused(llm, [1, 2])) == "served":
+                pass
+            return end
+
+    return asyncio.run(main())
+
+
 KINDS = {
     "soak": _soak,
     "asynchronous_failure": _asynchronous_failure,
+    "follower_leaves": _follower_leaves,
     "forgotten": _forgotten,
     "on_devices": _on_devices,
     "served": _served,
