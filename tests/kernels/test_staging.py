@@ -13,6 +13,7 @@ class Recorder:
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.live: set[int] = set()
+        self.live_events: set[str] = set()
 
     def allocate(self, num_bytes: int) -> int:
         address = 1000 * (len(self.live) + 1)
@@ -23,13 +24,21 @@ class Recorder:
     def free(self, address: int) -> None:
         self.live.remove(address)
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> Any:
-        event = f"event {sum(entry[0] == 'copy' for entry in self.log)}"
-        self.log.append(("copy", target, source, num_bytes, stream, event))
+    def event(self) -> Any:
+        event = f"event {len(self.live_events)}"
+        self.live_events.add(event)
         return event
 
+    def copy(self, target: int, source: int, num_bytes: int, stream: int, event: Any) -> None:
+        assert event in self.live_events
+        self.log.append(("copy", target, source, num_bytes, stream, event))
+
     def wait(self, event: Any) -> None:
+        assert event in self.live_events
         self.log.append(("wait", event))
+
+    def end(self, event: Any) -> None:
+        self.live_events.remove(event)
 
 
 def sent(device: Recorder) -> list[int]:
@@ -52,8 +61,8 @@ def test_a_buffer_is_written_again_only_after_its_last_copy():
         ring.take()
         ring.send(target=7, num_words=2, stream=1)
     assert ("wait", "event 0") not in device.log
-    assert ring.take() == 1000
-    assert device.log[-1] == ("wait", "event 0")
+    assert [ring.take(), ring.take()] == [1000, 1000]
+    assert [entry for entry in device.log if entry[0] == "wait"] == [("wait", "event 0")]
 
 
 def test_a_buffer_that_is_not_sent_is_taken_again_without_a_wait():
@@ -80,5 +89,6 @@ def test_memory_is_given_back_after_the_copies(copies: int):
         ring.send(target=7, num_words=3, stream=9)
     del ring
     assert device.live == set()
+    assert device.live_events == set()
     events = {entry[5] for entry in device.log if entry[0] == "copy"}
     assert events == {entry[1] for entry in device.log if entry[0] == "wait"}

@@ -14,11 +14,17 @@ class Transfers(Protocol):
     def free(self, address: int) -> None:
         """Give pinned memory back."""
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> Any:
-        """Begin a copy to the device on a stream and return an event that follows it."""
+    def event(self) -> Any:
+        """Return a new event that follows nothing yet."""
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int, event: Any) -> None:
+        """Begin a copy to the device on a stream, and let an event follow it."""
 
     def wait(self, event: Any) -> None:
-        """Wait on the host until an event has come."""
+        """Wait on the host until what an event follows has ended."""
+
+    def end(self, event: Any) -> None:
+        """Give an event back."""
 
 
 class CudaTransfers:
@@ -37,21 +43,27 @@ class CudaTransfers:
         """Give pinned memory back."""
         driver().cuMemFreeHost(address)
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> Any:
-        """Begin a copy to the device on a stream and return an event that follows it."""
+    def event(self) -> Any:
+        """Return a new event that follows nothing yet."""
+        cu = driver()
+        with on_device(self._device):
+            flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            return check(cu.cuEventCreate(flag), "cuEventCreate")
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int, event: Any) -> None:
+        """Begin a copy to the device on a stream, and let an event follow it."""
         cu = driver()
         with on_device(self._device):
             check(cu.cuMemcpyHtoDAsync(target, source, num_bytes, stream), "copy of tables")
-            flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            event = check(cu.cuEventCreate(flag), "cuEventCreate")
             check(cu.cuEventRecord(event, stream), "cuEventRecord")
-        return event
 
     def wait(self, event: Any) -> None:
-        """Wait on the host until an event has come, and end it."""
-        cu = driver()
-        check(cu.cuEventSynchronize(event), "cuEventSynchronize")
-        check(cu.cuEventDestroy(event), "cuEventDestroy")
+        """Wait on the host until what an event follows has ended."""
+        check(driver().cuEventSynchronize(event), "cuEventSynchronize")
+
+    def end(self, event: Any) -> None:
+        """Give an event back."""
+        driver().cuEventDestroy(event)
 
 
 class StagingRing:
@@ -72,14 +84,15 @@ class StagingRing:
         self._transfers = transfers
         self.num_words = num_words
         self._buffers = [transfers.allocate(4 * num_words) for _ in range(num_buffers)]
-        self._events: list[Any] = [None] * num_buffers
+        self._events = [transfers.event() for _ in range(num_buffers)]
+        self._is_read = [False] * num_buffers
         self._next = 0
 
     def take(self) -> int:
         """Return the address of the next buffer, which no copy reads any more."""
-        event, self._events[self._next] = self._events[self._next], None
-        if event is not None:
-            self._transfers.wait(event)
+        if self._is_read[self._next]:
+            self._transfers.wait(self._events[self._next])
+            self._is_read[self._next] = False
         return self._buffers[self._next]
 
     def send(self, target: int, num_words: int, stream: int) -> None:
@@ -90,14 +103,18 @@ class StagingRing:
             num_words: words to copy.
             stream: handle of the stream.
         """
-        source = self._buffers[self._next]
-        self._events[self._next] = self._transfers.copy(target, source, 4 * num_words, stream)
+        source, event = self._buffers[self._next], self._events[self._next]
+        self._transfers.copy(target, source, 4 * num_words, stream, event)
+        self._is_read[self._next] = True
         self._next = (self._next + 1) % len(self._buffers)
 
     def __del__(self) -> None:
         """Wait for the copies and free the buffers."""
-        for event in self.__dict__.pop("_events", []):
-            if event is not None:
+        for event, is_read in zip(
+            self.__dict__.pop("_events", []), self.__dict__.pop("_is_read", []), strict=True
+        ):
+            if is_read:
                 self._transfers.wait(event)
+            self._transfers.end(event)
         for address in self.__dict__.pop("_buffers", []):
             self._transfers.free(address)

@@ -193,10 +193,10 @@ impl PageArena {
         self.drop_outdated();
     }
 
-    /// Blocks that `run`, of the current step, lacks to hold `end` chunk ids.
-    pub fn lacking(&self, run: RunKey, end: u32) -> usize {
-        let index = self.runs.get(&run.index);
-        let held = index.map_or(0, |&index| self.residents[index as usize].blocks.len());
+    /// Blocks that a run of the current step lacks to hold `end` chunk ids; `index` is what
+    /// [`PageArena::want`] returned.
+    pub fn lacking(&self, index: u32, end: u32) -> usize {
+        let held = self.residents[index as usize].blocks.len();
         (end.div_ceil(self.block_len) as usize).saturating_sub(held)
     }
 
@@ -205,17 +205,22 @@ impl PageArena {
         self.num_blocks - self.used_blocks
     }
 
-    /// Extends a run of the current step from `begin` chunk ids to `end`. The caller has checked
-    /// that the blocks it lacks are to spare. Returns what [`PageArena::position`] takes.
-    pub fn grow(&mut self, run: RunKey, begin: u32, end: u32, writes: &mut Vec<IdWrite>) -> u32 {
-        self.used_blocks += self.lacking(run, end);
-        let index = self.runs[&run.index];
+    /// Extends a run of the current step, `index`, from `begin` chunk ids to `end`, and lists the ids
+    /// to write. The caller has checked that the blocks it lacks are to spare.
+    pub fn grow(
+        &mut self,
+        index: u32,
+        run: RunKey,
+        begin: u32,
+        end: u32,
+        writes: &mut Vec<IdWrite>,
+    ) {
+        self.used_blocks += self.lacking(index, end);
         let resident = &mut self.residents[index as usize];
         // The run may have been longer once, and lost those chunks since.
         resident.len = resident.len.min(begin);
         resident.generation = run.generation;
         self.fill(index, end, writes);
-        index
     }
 
     /// Where the chunk id of `chunk` in a run lies in `page_ids`.

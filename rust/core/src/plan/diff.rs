@@ -17,7 +17,7 @@ const PATCH_RANGE: usize = 3;
 /// The changes that bring a copy of the image from one version to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diff {
-    /// The version of the copy; 0 if it holds nothing yet.
+    /// The version of the copy; 0 if it is all zeros.
     pub from: u64,
     /// The version that the copy has afterwards.
     pub to: u64,
@@ -25,8 +25,6 @@ pub struct Diff {
     pub advance: bool,
     /// The word ranges to overwrite: ascending, apart from each other.
     pub ranges: Vec<Range<u32>>,
-    /// The ranges are the whole image, since the copy is too far behind.
-    pub is_full: bool,
 }
 
 impl Diff {
@@ -47,38 +45,49 @@ impl Diff {
 }
 
 impl Image {
-    /// What a copy at `version` needs. Several copies may be behind by different numbers of
-    /// versions; one that is too far behind, or at a version this image never had, gets all.
+    /// What a copy at `version` needs, where 0 is a copy of zeros. Several copies may be behind by
+    /// different numbers of versions; one at a version that this image never had gets all words.
     pub fn diff_since(&self, version: u64) -> Diff {
         let to = self.version();
-        let diff = |advance, ranges| Diff { from: version, to, advance, ranges, is_full: false };
+        let diff = |advance, ranges| Diff { from: version, to, advance, ranges };
         if version == to {
             return diff(false, Vec::new());
         }
-        if version == 0 || version > to || self.change(version + 1).is_none() {
-            let all = 0..self.words().len() as u32;
-            return Diff { is_full: true, ..diff(false, vec![all]) };
+        if version > to {
+            return self.whole(version);
         }
         let changes = (version + 1..=to).filter_map(|step| self.change(step));
-        if version + 1 == to {
-            let advance = self.change(to).is_some_and(|change| change.advance);
-            return diff(advance, coalesce(changes.flat_map(|change| change.ranges.clone())));
+        if version + 1 == to
+            && let Some(change) = self.change(to)
+        {
+            return diff(change.advance, coalesce(change.ranges.iter().copied()));
         }
         // Over several versions a sequence may have advanced by different numbers of tokens.
         let lengths = self.advanced_since(version).map(|index| (index, index + 1));
-        let ranges = changes.flat_map(|change| change.ranges.clone()).chain(lengths);
-        diff(false, coalesce(ranges))
+        let ranges = match self.change(version + 1) {
+            Some(_) => {
+                coalesce(changes.flat_map(|change| change.ranges.iter().copied()).chain(lengths))
+            }
+            None => coalesce(self.written_since(version).chain(lengths)),
+        };
+        diff(false, ranges)
+    }
+
+    fn whole(&self, version: u64) -> Diff {
+        let all = 0..self.words().len() as u32;
+        Diff { from: version, to: self.version(), advance: false, ranges: vec![all] }
     }
 
     /// [`Image::diff_since`] for a copy that follows several images, as the copy on the device may:
-    /// all words if it holds another one now, or if the changes would be more to send.
+    /// all words if it holds another one now, or if the changes would be more to send. Image 0 is no
+    /// image: a copy of zeros.
     pub fn diff_for(&self, image_id: u64, version: u64) -> Diff {
-        let whole = || self.diff_since(0);
-        if image_id != self.id() {
-            return whole();
-        }
-        let diff = self.diff_since(version);
-        if diff.patch_words() > self.max_patch_words() { whole() } else { diff }
+        let diff = match image_id {
+            0 => self.diff_since(0),
+            same if same == self.id() => self.diff_since(version),
+            _ => return self.whole(version),
+        };
+        if diff.patch_words() > self.max_patch_words() { self.whole(version) } else { diff }
     }
 
     /// Words of the longest patch that [`Image::diff_for`] asks for.

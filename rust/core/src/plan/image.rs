@@ -37,7 +37,7 @@
 //! brought up to date by a [`Diff`](super::Diff): first, where the diff says so, every sequence
 //! that the *old* `order` names advances, `kv_len += qo_len`; then the changed words are
 //! overwritten. The image itself is changed by that same rule, so that a decode step without a
-//! structural change has nothing to overwrite.
+//! structural change has nothing to overwrite. A copy of an image begins as zeros, at version 0.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -49,8 +49,11 @@ use super::view::{PlanView, Row, SegmentRow, SequenceRow};
 use crate::error::{Error, Result};
 use crate::tree::MAX_CHUNK_SIZE;
 
-/// Versions that the journal reaches back; a copy that is further behind is copied whole.
+/// Versions that the journal reaches back; a copy that is further behind gets whole blocks.
 pub(super) const JOURNAL_VERSIONS: usize = 8;
+
+/// Words of a block of which only the last version that changed it is known.
+pub(super) const BLOCK_WORDS: usize = 128;
 
 /// The value of the header's format word.
 const FORMAT: u32 = 2;
@@ -80,6 +83,9 @@ pub struct Image {
     version: u64,
     /// The changes that made the last versions, the youngest at the back.
     journal: VecDeque<Change>,
+    /// For each block of [`BLOCK_WORDS`] words, the last version that wrote to it; 0 if none has, so
+    /// that all of it is 0.
+    written_at: Vec<u64>,
     /// For each sequence row, the last version in which it advanced.
     advanced_at: Vec<u64>,
 }
@@ -124,10 +130,20 @@ impl Image {
         for (index, value) in fixed {
             words[index] = value;
         }
+        let mut written_at = vec![0; layout.num_words.div_ceil(BLOCK_WORDS)];
+        written_at[..HEADER_WORDS.div_ceil(BLOCK_WORDS)].fill(1);
         let advanced_at = vec![0; limits.max_sequences as usize];
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { id, words, layout, version: 1, journal: VecDeque::new(), advanced_at })
+        Ok(Self {
+            id,
+            words,
+            layout,
+            version: 1,
+            journal: VecDeque::new(),
+            written_at,
+            advanced_at,
+        })
     }
 
     /// The same tables with other capacities for work items, and no items: an image of its own, at
@@ -140,7 +156,10 @@ impl Image {
         let mut image = Self::with_work(page_size, self.layout.limits, work)?;
         // The context tables lie before the items, where they lay.
         let tables = HEADER_WORDS..self.layout.items;
-        image.words[tables.clone()].copy_from_slice(&self.words[tables]);
+        image.words[tables.clone()].copy_from_slice(&self.words[tables.clone()]);
+        let blocks = ..tables.end.div_ceil(BLOCK_WORDS);
+        image.written_at[blocks].copy_from_slice(&self.written_at[blocks]);
+        image.advanced_at.copy_from_slice(&self.advanced_at);
         for index in [header::NUM_QO_ROWS, header::NUM_SEQUENCES, header::NUM_SEGMENTS] {
             image.words[index] = self.words[index];
         }
@@ -250,6 +269,7 @@ impl Image {
     }
 
     fn note(&mut self, begin: usize, end: usize) {
+        self.written_at[begin / BLOCK_WORDS..=(end - 1) / BLOCK_WORDS].fill(self.version);
         let Some(change) = self.journal.back_mut() else { return };
         let (begin, end) = (begin as u32, end as u32);
         match change.ranges.last_mut() {
@@ -334,6 +354,16 @@ impl Image {
     pub(super) fn change(&self, version: u64) -> Option<&Change> {
         let behind = usize::try_from(self.version.checked_sub(version)?).ok()?;
         self.journal.len().checked_sub(behind + 1).map(|index| &self.journal[index])
+    }
+
+    /// The blocks that were written to after `version`, as half-open word ranges.
+    pub(super) fn written_since(&self, version: u64) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let blocks = self.written_at.iter().enumerate().filter(move |&(_, &at)| at > version);
+        let end = self.words.len();
+        blocks.map(move |(block, _)| {
+            let begin = block * BLOCK_WORDS;
+            (begin as u32, end.min(begin + BLOCK_WORDS) as u32)
+        })
     }
 
     /// The `kv_len` words of all sequence rows that advanced after `version`.

@@ -35,6 +35,8 @@ struct Member {
     leaf: SegmentId,
     /// The last row of its path.
     last_row: u32,
+    /// Its leaf's run in the arena.
+    held: u32,
     /// Chunks of its path that the tables hold.
     num_chunks: u32,
 }
@@ -233,7 +235,7 @@ impl Planner {
             if window.end_chunk() < needed {
                 return Err(missing());
             }
-            num_blocks += self.arena.lacking(window.run, end);
+            num_blocks += self.arena.lacking(member.held, end);
             let block = |chunk: u32| (chunk - 1) / self.arena.block_len();
             num_rows += (block(end) - block(begin)) as usize;
             growths.push(Growth { member: index as u32, run: window.run, begin, end });
@@ -263,11 +265,14 @@ impl Planner {
     }
 
     fn grow(&mut self, tree: &PrefixTree) {
-        for index in 0..self.scratch.growths.len() {
-            let Growth { member, run, begin, end } = self.scratch.growths[index];
-            self.scratch.id_writes.clear();
-            let held = self.arena.grow(run, begin, end, &mut self.scratch.id_writes);
-            self.write_ids(tree);
+        let Scratch { growths, id_writes, .. } = &mut self.scratch;
+        id_writes.clear();
+        for &Growth { member, run, begin, end } in growths.iter() {
+            let held = self.members[member as usize].held;
+            self.arena.grow(held, run, begin, end, id_writes);
+        }
+        self.write_ids(tree);
+        for &Growth { member, run, begin, end } in &self.scratch.growths {
             let member = &mut self.members[member as usize];
             let block_len = self.arena.block_len();
             let mut begin = begin;
@@ -286,7 +291,7 @@ impl Planner {
                             seq_end: member.place + 1,
                             start_pos: member.num_chunks * self.page_size,
                             num_pages: added,
-                            ids_begin: self.arena.position(held, begin),
+                            ids_begin: self.arena.position(member.held, begin),
                         },
                     );
                     self.image.set_segment_order(num_segments, &[row]);
@@ -421,19 +426,21 @@ impl Planner {
     }
 
     fn place_sequences(&mut self, queries: &[Query]) {
-        let Scratch { assigned, last_piece, order, .. } = &mut self.scratch;
-        let last_rows: Vec<u32> =
-            last_piece.iter().map(|&piece| assigned[piece as usize].row).collect();
+        let Scratch { assigned, pieces, last_piece, order, .. } = &mut self.scratch;
+        let last_row = |&piece: &u32| (assigned[piece as usize].row, pieces[piece as usize].held);
+        let lasts: Vec<(u32, u32)> = last_piece.iter().map(last_row).collect();
         self.sequence_rows.assign(queries.iter().map(|query| query.sequence), assigned);
         self.members.clear();
         for ((query, end), given) in queries.iter().zip(&self.forest.ends).zip(assigned.iter()) {
             let strip = self.forest.strips.get(end.strip as usize);
+            let (last_row, held) = lasts.get(end.strip as usize).copied().unwrap_or((NONE, NONE));
             self.members.push(Member {
                 sequence: query.sequence,
                 row: given.row,
                 place: 0,
                 leaf: end.leaf,
-                last_row: last_rows.get(end.strip as usize).copied().unwrap_or(NONE),
+                last_row,
+                held,
                 num_chunks: strip.map_or(0, |strip| strip.start_chunk + strip.end - strip.begin),
             });
         }

@@ -142,7 +142,7 @@ impl Copy {
         let mut staging = vec![0; diff.patch_words()];
         let len = image.write_patch(&diff, &mut staging).expect("the diff is current");
         assert_eq!(len, staging.len());
-        self.words.resize(image.words().len(), 0xDEAD);
+        self.words.resize(image.words().len(), 0);
         apply_patch(&mut self.words, &staging).expect("the patch is whole");
         self.version = diff.to;
         diff.num_words()

@@ -259,19 +259,22 @@ fn a_planner_of_another_chunk_size_is_refused() {
 }
 
 #[test]
-fn an_image_far_behind_is_copied_whole() {
+fn a_copy_far_behind_gets_the_blocks_that_changed() {
     let mut steps = steps(64);
     let seq = steps.insert(&tokens(0, 6));
     let mut copy = Copy::default();
     steps.run(&[Some(seq)], Some(&[0, 6])).unwrap();
-    copy.sync(steps.planner.image());
+    let first = copy.sync(steps.planner.image());
     for i in 0..20 {
         steps.tree.append(seq, &[i]).unwrap();
         steps.run(&[Some(seq)], None).unwrap();
     }
-    assert!(steps.planner.image().diff_since(copy.version).is_full);
-    copy.sync(steps.planner.image());
+    let later = copy.sync(steps.planner.image());
     assert_eq!(copy.words, steps.planner.image().words());
+    // The header and five sections with a block each, of thousands of words.
+    assert!(first <= 6 * 32 && later <= 6 * 32, "{first} {later} of {}", copy.words.len());
+    let unknown = steps.planner.image().diff_since(1 << 40);
+    assert_eq!(unknown.num_words(), copy.words.len());
 }
 
 #[test]

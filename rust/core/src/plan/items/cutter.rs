@@ -102,7 +102,7 @@ impl Cutter {
         let (shape, costs) = (self.shape, self.costs);
         let terms = Terms { shape, costs, page_size: view.page_size, limits };
         self.tiles.read(view, &shape);
-        self.slices.choose(&self.tiles.tiles, &terms);
+        self.slices.choose(&self.tiles.kinds, &terms);
         self.work.build(view, &self.tiles, &self.slices, &terms);
     }
 
@@ -168,7 +168,7 @@ impl Cutter {
             if self.tails.len() <= row {
                 self.tails.resize(row + 1, NO_TAIL);
             }
-            let cut = tile.cut(&self.shape, tile.keys);
+            let cut = tile.kind.cut(&self.shape, tile.kind.keys);
             let per_key = item.num_heads as f32 * cut.key_cost(&self.costs);
             let spare = ((allowed / per_key) as u32 / view.page_size).max(1);
             let tail = &mut self.tails[row];

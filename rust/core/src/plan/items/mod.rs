@@ -12,6 +12,7 @@
 
 mod costs;
 mod cutter;
+mod kinds;
 mod room;
 mod row;
 mod slices;

@@ -1,10 +1,9 @@
 //! How each tile is cut into slices.
 
 use super::super::layout::WorkLimits;
-use super::super::view::NONE;
 use super::costs::{DeviceCosts, HeadShape, STEP_KEYS};
+use super::kinds::{Cut, Kind, Kinds};
 use super::span::{Batch, Blocks};
-use super::tiles::{Cut, Tile};
 
 /// Items per block that a search tries for shared segments, against an even share.
 const SHARED_RATIOS: [f32; 9] = [0.5, 0.75, 0.95, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0];
@@ -58,7 +57,7 @@ impl Terms {
     }
 }
 
-/// How one tile is cut.
+/// How the tiles of one kind are cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slicing {
     sizes: Sizes,
@@ -78,51 +77,51 @@ enum Sizes {
 }
 
 impl Slicing {
-    fn new(tile: &Tile, terms: &Terms, sizes: Sizes) -> Self {
+    fn new(kind: &Kind, terms: &Terms, sizes: Sizes) -> Self {
         let (mut num_slices, mut longest) = (0, 0);
-        for_each(tile.keys, sizes, |begin, end| {
+        for_each(kind.keys, sizes, |begin, end| {
             num_slices += 1;
             longest = longest.max(end - begin);
         });
-        Self { sizes, num_slices, cut: tile.cut(&terms.shape, longest) }
+        Self { sizes, num_slices, cut: kind.cut(&terms.shape, longest) }
     }
 
     /// One slice.
-    fn whole(tile: &Tile, terms: &Terms) -> Self {
-        Self::new(tile, terms, Sizes::Equal(u32::MAX))
+    fn whole(kind: &Kind, terms: &Terms) -> Self {
+        Self::new(kind, terms, Sizes::Equal(u32::MAX))
     }
 
     /// Equal slices whose items cost about `target`.
-    fn shared(tile: &Tile, terms: &Terms, target: f32) -> Self {
-        let count = (tile_cost(tile, terms) / target.max(1.0)).ceil().max(1.0) as u32;
-        let keys = tile.keys.max(1).div_ceil(count).next_multiple_of(terms.stride());
-        Self::new(tile, terms, Sizes::Equal(keys))
+    fn shared(kind: &Kind, terms: &Terms, target: f32) -> Self {
+        let count = (tile_cost(kind, terms) / target.max(1.0)).ceil().max(1.0) as u32;
+        let keys = kind.keys.max(1).div_ceil(count).next_multiple_of(terms.stride());
+        Self::new(kind, terms, Sizes::Equal(keys))
     }
 
     /// Slices of a private tile, of falling size if it is long and `has_tails`.
-    fn private(tile: &Tile, terms: &Terms, share: f32, has_tails: bool) -> Self {
-        let (total, stride) = (tile.keys.max(1), terms.stride());
-        let count = ((tile_cost(tile, terms) / share) as u32).min(total / stride).max(1);
+    fn private(kind: &Kind, terms: &Terms, share: f32, has_tails: bool) -> Self {
+        let (total, stride) = (kind.keys.max(1), terms.stride());
+        let count = ((tile_cost(kind, terms) / share) as u32).min(total / stride).max(1);
         let sizes = if has_tails && total >= TAIL_KEYS {
-            let steps = if tile.rows == 1 { 1 } else { 2 };
+            let steps = if kind.rows == 1 { 1 } else { 2 };
             let smallest = (steps * STEP_KEYS).next_multiple_of(stride);
             Sizes::Falling { count, smallest, stride }
         } else {
             Sizes::Equal(total.div_ceil(count).next_multiple_of(stride))
         };
-        Self::new(tile, terms, sizes)
+        Self::new(kind, terms, sizes)
     }
 
     /// Calls `visit(begin, end)` with the keys of each slice.
-    pub fn for_each(&self, tile: &Tile, visit: impl FnMut(u32, u32)) {
-        for_each(tile.keys, self.sizes, visit);
+    pub fn for_each(&self, kind: &Kind, visit: impl FnMut(u32, u32)) {
+        for_each(kind.keys, self.sizes, visit);
     }
 }
 
 /// Time of one item of the whole tile.
-fn tile_cost(tile: &Tile, terms: &Terms) -> f32 {
-    let cut = tile.cut(&terms.shape, tile.keys);
-    tile.keys as f32 * cut.heads as f32 * cut.key_cost(&terms.costs)
+fn tile_cost(kind: &Kind, terms: &Terms) -> f32 {
+    let cut = kind.cut(&terms.shape, kind.keys);
+    kind.keys as f32 * cut.heads as f32 * cut.key_cost(&terms.costs)
 }
 
 fn for_each(keys: u32, sizes: Sizes, mut visit: impl FnMut(u32, u32)) {
@@ -161,7 +160,7 @@ fn for_each(keys: u32, sizes: Sizes, mut visit: impl FnMut(u32, u32)) {
 /// Chooses slices, and keeps the choice from step to step while it is good.
 #[derive(Debug, Default)]
 pub(super) struct Slices {
-    /// By tile.
+    /// By the number of the kind.
     pub slicings: Vec<Slicing>,
     /// The longest block of the cut.
     pub span: f32,
@@ -173,30 +172,30 @@ pub(super) struct Slices {
 }
 
 impl Slices {
-    pub fn choose(&mut self, tiles: &[Tile], terms: &Terms) {
+    pub fn choose(&mut self, kinds: &Kinds, terms: &Terms) {
         let heads = terms.shape.num_kv_heads as f32;
-        let cost = |tile: &Tile| {
-            let cut = tile.cut(&terms.shape, tile.keys);
-            heads * tile.keys as f32 * cut.key_cost(&terms.costs)
+        let cost = |(kind, count): (&Kind, u32)| {
+            let cut = kind.cut(&terms.shape, kind.keys);
+            count as f32 * heads * kind.keys as f32 * cut.key_cost(&terms.costs)
         };
-        let total: f32 = tiles.iter().map(cost).sum();
-        if !self.keep_choice(tiles, terms, total) {
-            self.search(tiles, terms, total);
+        let total: f32 = kinds.iter().map(cost).sum();
+        if !self.keep_choice(kinds, terms, total) {
+            self.search(kinds, terms, total);
         }
     }
 
     /// Cuts by an earlier choice; false if there is none that is good.
-    fn keep_choice(&mut self, tiles: &[Tile], terms: &Terms, total: f32) -> bool {
+    fn keep_choice(&mut self, kinds: &Kinds, terms: &Terms, total: f32) -> bool {
         let is_near = |choice: &Choice| {
             (total / choice.total).max(choice.total / total) <= OTHER_COST
-                && choice.has_tails == has_tails(tiles, terms, choice.total)
+                && choice.has_tails == has_tails(kinds, terms, choice.total)
         };
         let Some(at) = self.choices.iter().rposition(is_near) else { return false };
         let choice = self.choices.remove(at);
-        if !self.cut(tiles, terms, &choice) {
+        if !self.cut(kinds, terms, &choice) {
             return false;
         }
-        let span = self.candidate_span(tiles, terms);
+        let span = self.candidate_span(kinds, terms);
         if span > WORSE_BALANCE * choice.balance * terms.share(total) {
             return false;
         }
@@ -206,18 +205,18 @@ impl Slices {
         true
     }
 
-    fn search(&mut self, tiles: &[Tile], terms: &Terms, total: f32) {
+    fn search(&mut self, kinds: &Kinds, terms: &Terms, total: f32) {
         let share = terms.share(total);
         self.tried.clear();
         let mut best: Option<Choice> = None;
-        for has_tails in [has_tails(tiles, terms, total), false] {
+        for has_tails in [has_tails(kinds, terms, total), false] {
             for ratio in SHARED_RATIOS {
                 let shared = share / ratio;
                 let mut choice = Choice { total, shared, has_tails, balance: 0.0 };
-                if !self.cut(tiles, terms, &choice) || !self.is_new() {
+                if !self.cut(kinds, terms, &choice) || !self.is_new() {
                     continue;
                 }
-                let span = self.candidate_span(tiles, terms);
+                let span = self.candidate_span(kinds, terms);
                 choice.balance = span / share;
                 if best.is_none_or(|best| choice.balance < best.balance) {
                     best = Some(choice);
@@ -242,28 +241,29 @@ impl Slices {
             // No cut fits but the coarsest, for which the caller has checked that there is room.
             None => {
                 self.candidate.clear();
-                self.candidate.extend(tiles.iter().map(|tile| Slicing::whole(tile, terms)));
-                self.span = self.candidate_span(tiles, terms);
+                self.candidate.extend(kinds.iter().map(|(kind, _)| Slicing::whole(kind, terms)));
+                self.span = self.candidate_span(kinds, terms);
                 std::mem::swap(&mut self.slicings, &mut self.candidate);
             }
         }
     }
 
     /// Slices for a choice, in `candidate`; false if they pass the capacities.
-    fn cut(&mut self, tiles: &[Tile], terms: &Terms, choice: &Choice) -> bool {
+    fn cut(&mut self, kinds: &Kinds, terms: &Terms, choice: &Choice) -> bool {
         let share = terms.share(choice.total);
         self.candidate.clear();
         let (mut num_items, mut num_merges) = (0_u64, 0_u64);
-        for tile in tiles {
-            let slicing = match tile.seq {
-                NONE => Slicing::shared(tile, terms, choice.shared),
-                _ => Slicing::private(tile, terms, share, choice.has_tails),
+        for (kind, count) in kinds.iter() {
+            let slicing = match kind.is_single {
+                true => Slicing::private(kind, terms, share, choice.has_tails),
+                false => Slicing::shared(kind, terms, choice.shared),
             };
             let Slicing { num_slices, cut, .. } = slicing;
             let runs = terms.shape.num_kv_heads.div_ceil(cut.heads);
-            num_items += u64::from(num_slices) * u64::from(runs);
-            let states = u64::from(tile.num_tokens()) * u64::from(cut.key_groups);
-            num_merges += u64::from(num_slices) * states;
+            let num_slices = u64::from(num_slices) * u64::from(count);
+            num_items += num_slices * u64::from(runs);
+            let num_tokens = kind.rows / terms.shape.group;
+            num_merges += num_slices * u64::from(num_tokens) * u64::from(cut.key_groups);
             self.candidate.push(slicing);
         }
         num_items <= terms.limits.max_items.into() && num_merges <= terms.limits.max_merges.into()
@@ -281,19 +281,19 @@ impl Slices {
     }
 
     /// The longest block of the candidate.
-    fn candidate_span(&mut self, tiles: &[Tile], terms: &Terms) -> f32 {
+    fn candidate_span(&mut self, kinds: &Kinds, terms: &Terms) -> f32 {
         self.batches.clear();
-        for (tile, slicing) in tiles.iter().zip(&self.candidate) {
+        for ((kind, count), slicing) in kinds.iter().zip(&self.candidate) {
             let cut = &slicing.cut;
             let runs = terms.shape.num_kv_heads.div_ceil(cut.heads);
-            let finishes = tile.may_finish(cut);
-            slicing.for_each(tile, |begin, end| {
-                let cost = tile.item_cost(&terms.costs, cut, end - begin, cut.heads);
-                let is_last = finishes && end == tile.keys;
-                self.batches.push((turn(tile, cost, is_last), runs));
+            let finishes = kind.may_finish(cut);
+            slicing.for_each(kind, |begin, end| {
+                let cost = kind.item_cost(&terms.costs, cut, end - begin, cut.heads);
+                let is_last = finishes && end == kind.keys;
+                self.batches.push((turn(kind, cost, is_last), runs * count));
             });
         }
-        // Stable, since that is fast where much is in order, as the slices of equal tiles are.
+        // Stable, since that is fast where much is in order, as the slices of one kind are.
         self.batches.sort();
         let batches = self.batches.iter().map(|&(turn, count)| Batch {
             cost: cost_of(turn),
@@ -305,8 +305,8 @@ impl Slices {
 }
 
 /// Whether private tiles of a step of this cost get slices of falling size.
-fn has_tails(tiles: &[Tile], terms: &Terms, total: f32) -> bool {
-    terms.share(total) >= TAIL_SHARE || tiles.iter().any(|tile| tile.seq == NONE)
+fn has_tails(kinds: &Kinds, terms: &Terms, total: f32) -> bool {
+    terms.share(total) >= TAIL_SHARE || kinds.iter().any(|(kind, _)| !kind.is_single)
 }
 
 /// Bit of a turn: an item that finishes rows, and waits for their other partial states.
@@ -315,8 +315,8 @@ const LAST: u32 = 33;
 /// Where an item comes in the list, as an integer that sorts: those that finish rows last; of both,
 /// shared segments first, since their products hide behind the private reads; then the most
 /// expensive.
-pub(super) fn turn(tile: &Tile, cost: f32, is_last: bool) -> u64 {
-    u64::from(is_last) << LAST | u64::from(tile.seq != NONE) << 32 | u64::from(!cost.to_bits())
+pub(super) fn turn(kind: &Kind, cost: f32, is_last: bool) -> u64 {
+    u64::from(is_last) << LAST | u64::from(kind.is_single) << 32 | u64::from(!cost.to_bits())
 }
 
 fn cost_of(turn: u64) -> f32 {

@@ -2,9 +2,10 @@
 
 use super::super::view::{NONE, PlanView};
 use super::costs::{HeadShape, SLOT_ROWS};
+use super::kinds::Cut;
 use super::row::{ItemRow, MergeItem, MergeRow, TokenRow};
 use super::slices::{Slices, Terms, turn};
-use super::tiles::{Cut, Tile, Tiles};
+use super::tiles::{Tile, Tiles};
 
 /// Index of a token's first row in `merges`, and of its number of them, in its row.
 const FIRST_MERGE: usize = 2;
@@ -98,28 +99,30 @@ impl Work {
         parts.clear();
         ranked.clear();
         *num_slots = 0;
-        for ((tile, slicing), number) in tiles.iter().zip(&slices.slicings).zip(0..) {
+        for (tile, number) in tiles.iter().zip(0..) {
+            let kind = &tile.kind;
+            let slicing = &slices.slicings[tile.kind_number as usize];
             let cut = slicing.cut;
             let first = parts.len();
-            slicing.for_each(tile, |begin, end| {
+            slicing.for_each(kind, |begin, end| {
                 parts.push(Part { tile: number, begin, end, cut, slot: 0 });
             });
             let marks = &mut marks[span(tile)];
             let is_alone = parts.len() - first == 1 && marks.iter().all(|mark| mark.depth == 1);
             let finishes = cut.key_groups == 1
-                && (tile.rows == 1 || is_alone)
+                && (kind.rows == 1 || is_alone)
                 && marks.iter().all(|mark| mark.deepest == number);
             let num_parts = parts.len();
             for (part, index) in parts[first..].iter_mut().zip(first..) {
                 let is_last = finishes && index + 1 == num_parts;
-                let cost = tile.item_cost(&terms.costs, &cut, part.end - part.begin, cut.heads);
-                ranked.push((turn(tile, cost, is_last), index as u32));
+                let cost = kind.item_cost(&terms.costs, &cut, part.end - part.begin, cut.heads);
+                ranked.push((turn(kind, cost, is_last), index as u32));
                 if is_last {
                     part.slot = NONE;
                     continue;
                 }
                 part.slot = *num_slots;
-                let states = terms.shape.num_kv_heads * cut.key_groups * tile.slot_rows();
+                let states = terms.shape.num_kv_heads * cut.key_groups * kind.slot_rows();
                 *num_slots += states.next_multiple_of(SLOT_ROWS);
                 for token in &mut tokens[span(tile)] {
                     token[NUM_PARTIALS] += cut.key_groups;
@@ -129,7 +132,8 @@ impl Work {
                 marks.iter_mut().for_each(|mark| mark.is_finished = true);
             }
         }
-        ranked.sort();
+        // Stable: of equal rank the first comes first.
+        ranked.sort_by_key(|&(turn, _)| turn);
     }
 
     fn place_merges(&mut self, tiles: &[Tile], shape: &HeadShape) {
@@ -143,7 +147,7 @@ impl Work {
         self.merges.resize(num_merges as usize, [0; 2]);
         for part in self.parts.iter().filter(|part| part.slot != NONE) {
             let tile = &tiles[part.tile as usize];
-            let rows = tile.slot_rows();
+            let rows = tile.kind.slot_rows();
             for (mark, index) in self.marks[span(tile)].iter_mut().zip(0..) {
                 for key_group in 0..part.cut.key_groups {
                     let base = part.slot + key_group * rows + index * shape.group;
@@ -164,7 +168,7 @@ impl Work {
             for kv_head in (0..shape.num_kv_heads).step_by(part.cut.heads as usize) {
                 let slot = match part.slot {
                     NONE => NONE,
-                    first => first + kv_head * part.cut.key_groups * tile.slot_rows(),
+                    first => first + kv_head * part.cut.key_groups * tile.kind.slot_rows(),
                 };
                 self.tile_of.push(part.tile);
                 self.items.push(ItemRow {
@@ -223,7 +227,7 @@ fn span(tile: &Tile) -> std::ops::Range<usize> {
 fn row_of(view: &PlanView<'_>, tile: &Tile, part: &Part) -> ItemRow {
     let segment = view.segments[tile.segment as usize];
     let held = segment.num_pages * view.page_size - part.begin;
-    let num_keys = match part.end == tile.keys {
+    let num_keys = match part.end == tile.kind.keys {
         true if tile.open_end => NONE,
         true => held,
         false => part.end - part.begin,
