@@ -67,6 +67,19 @@ def test_streamed_pieces_add_up(llama, tokenizer) -> None:
     assert tokens == whole.outputs[0].token_ids
 
 
+def test_a_slow_reader_of_a_stream_gets_every_piece(llama, make_prompt) -> None:
+    async def scenario(llm):
+        slow = llm.stream(make_prompt(9), PARAMS)
+        first = await anext(slow)
+        await last_of(llm.generate(make_prompt(40, seed=1), LONG))
+        return [first] + [piece async for piece in slow]
+
+    pieces = run_scenario(llama, scenario)
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    assert tokens == pieces[-1].request.outputs[0].token_ids
+    assert len(tokens) == 12
+
+
 def test_a_slow_reader_gets_everything(llama, make_prompt) -> None:
     async def scenario(llm):
         slow = llm.generate(make_prompt(9), PARAMS)
@@ -86,6 +99,21 @@ def test_abort_ends_a_request_with_what_there_is(llama, make_prompt) -> None:
     output = run_scenario(llama, scenario)
     assert output.outputs[0].finish_reason == "abort"
     assert 0 < len(output.outputs[0].token_ids) < 200
+
+
+def test_abort_ends_a_stream_with_a_piece_that_says_so(llama, make_prompt) -> None:
+    async def scenario(llm):
+        pieces = []
+        async for piece in llm.stream(make_prompt(30), LONG, request_id="mine"):
+            if not pieces:
+                await llm.abort("mine")
+            pieces.append(piece)
+        return pieces
+
+    pieces = run_scenario(llama, scenario)
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["abort"]
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    assert tokens == pieces[-1].request.outputs[0].token_ids
 
 
 def test_abort_of_an_unknown_request_does_nothing(llama) -> None:

@@ -105,7 +105,9 @@ class AsyncLLM:
             OutOfChunksError: it can never fit into the pool beside what is pinned.
             EngineError: the engine could not go on with it, or was shut down.
         """
-        letters = self._letters(prompt, sampling_params, request_id, cache_salt, priority, lora)
+        letters = self._letters(
+            prompt, sampling_params, request_id, cache_salt, priority, lora, wants_whole=True
+        )
         async with aclosing(letters):
             async for letter in letters:
                 if letter.output is not None:
@@ -122,7 +124,9 @@ class AsyncLLM:
         lora: str | None = None,
     ) -> AsyncGenerator[StreamOutput, None]:
         """As `generate`, but yield each new piece alone."""
-        letters = self._letters(prompt, sampling_params, request_id, cache_salt, priority, lora)
+        letters = self._letters(
+            prompt, sampling_params, request_id, cache_salt, priority, lora, wants_whole=False
+        )
         async with aclosing(letters):
             async for letter in letters:
                 for piece in letter.pieces:
@@ -186,6 +190,8 @@ class AsyncLLM:
         cache_salt: str,
         priority: int,
         lora: str | None,
+        *,
+        wants_whole: bool,
     ) -> AsyncGenerator[Letter, None]:
         thread = self._engine_thread
         if request_id is not None and not isinstance(request_id, str):
@@ -198,7 +204,7 @@ class AsyncLLM:
             lora=lora,
             request_id=request_id,
         )
-        mailbox = Mailbox()
+        mailbox = Mailbox(wants_whole=wants_whole)
         name = request.output.request_id
         if self._mailboxes.setdefault(name, mailbox) is not mailbox:
             raise InvalidConfigError(

@@ -16,9 +16,9 @@ class Letter:
     """What is new about a request.
 
     Attributes:
-        pieces: the pieces since the last letter.
-        output: the whole request, as it was after the last of those pieces; None if it has an
-            error.
+        pieces: the pieces since the last letter; none where the reader wants the whole request.
+        output: the whole request, as it was after the last piece; None where the reader wants the
+            pieces, or the request has an error.
         is_last: whether nothing will follow.
         error: what ended the request, None if it did not fail.
     """
@@ -34,11 +34,16 @@ class Mailbox:
 
     Letters that are not taken are merged into one, and their event loop is told of them once, so
     that a slow reader or a busy event loop costs no more memory than its request.
+
+    Attributes:
+        wants_whole: whether its letters have the whole request, which is copied for each, or the
+            pieces.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, wants_whole: bool) -> None:
         """Belong to the running event loop."""
         self.loop = asyncio.get_running_loop()
+        self.wants_whole = wants_whole
         self._arrived = asyncio.Event()
         self._guard = threading.Lock()
         self._letter: Letter | None = None
@@ -48,7 +53,8 @@ class Mailbox:
         with self._guard:
             waiting, self._letter = self._letter, letter
             if waiting is not None:
-                self._letter = replace(letter, pieces=waiting.pieces + letter.pieces)
+                waiting.pieces.extend(letter.pieces)
+                self._letter = replace(letter, pieces=waiting.pieces)
         return waiting is None
 
     def tell(self) -> None:
@@ -98,16 +104,26 @@ def _tell_all(mailboxes: list[Mailbox]) -> None:
         mailbox.tell()
 
 
-def news_of(request: Request) -> Letter | None:
+def news_of(request: Request, *, whole: bool) -> Letter | None:
     """Take what is new about a request, None if nothing is; between two steps of its engine."""
     pieces: list[StreamOutput] = []
+    # One by one: another thread's step may add to them.
     while request.pieces:
         pieces.append(request.pieces.popleft())
     if request.error is not None:
-        return Letter(pieces, None, True, request.error)
+        return Letter([] if whole else pieces, None, True, request.error)
     if not pieces:
         return None
-    return Letter(pieces, snapshot(request.output), request.finished)
+    return letter_of(request, pieces, whole=whole, is_last=request.finished)
+
+
+def letter_of(
+    request: Request, pieces: list[StreamOutput], *, whole: bool, is_last: bool
+) -> Letter:
+    """Return a letter with a request's newest pieces, or with all of it."""
+    if whole:
+        return Letter([], snapshot(request.output), is_last)
+    return Letter(pieces, None, is_last)
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:

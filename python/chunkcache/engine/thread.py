@@ -12,7 +12,7 @@ from chunkcache.engine import background
 from chunkcache.engine.core import Engine
 from chunkcache.engine.executor import named
 from chunkcache.engine.lockstep import LockstepEngine, Order
-from chunkcache.engine.mailbox import Letter, Mailbox, news_of, post, snapshot
+from chunkcache.engine.mailbox import Letter, Mailbox, letter_of, news_of, post
 from chunkcache.engine.outputs import StreamOutput
 from chunkcache.engine.sequence import Request
 from chunkcache.errors import EngineError
@@ -62,7 +62,7 @@ class EngineThread:
             # Another thread's step may be in progress, which takes it out when it ends.
             with suppress(EngineError):
                 self._engine.settle()
-            post([(mailbox, _farewell(request))])
+            post([(mailbox, _farewell(request, whole=mailbox.wants_whole))])
 
         return self._submit(command)
 
@@ -129,7 +129,7 @@ class EngineThread:
             self._engine.step()
         letters: list[tuple[Mailbox, Letter]] = []
         for mailbox, request in list(self._active.items()):
-            letter = news_of(request)
+            letter = news_of(request, whole=mailbox.wants_whole)
             if letter is None:
                 continue
             letters.append((mailbox, letter))
@@ -191,7 +191,7 @@ class FollowingThread:
             self.ended.set_result(None)
 
 
-def _farewell(request: Request) -> Letter:
+def _farewell(request: Request, *, whole: bool) -> Letter:
     """Return the last letter of a request that was aborted."""
     pieces = list(request.pieces)
     for sample in request.output.outputs:
@@ -200,4 +200,4 @@ def _farewell(request: Request) -> Letter:
             pieces.append(
                 StreamOutput(request.index, sample.index, "", [], "abort", request.output)
             )
-    return Letter(pieces, snapshot(request.output), True)
+    return letter_of(request, pieces, whole=whole, is_last=True)
