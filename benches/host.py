@@ -69,7 +69,7 @@ class Decoding:
         self._num_tails = 0
         self.seqs: list[int] = []
         self.join(BATCH)
-        self._step(BATCH)
+        self.step(BATCH)
 
     def join(self, count: int) -> None:
         """Add sequences whose own tokens are not computed yet."""
@@ -78,6 +78,14 @@ class Decoding:
             tail = np.arange(OWN) + (1 << 20) + OWN * self._num_tails
             tokens = np.concatenate([np.arange(SHARED), tail]).astype(np.uint32)
             self.seqs.append(self._cache.tree.insert(tokens).seq)
+
+    def join_alone(self, count: int) -> None:
+        """Add sequences one by one, each with a plan of its own that the copy does not follow."""
+        for _ in range(count):
+            self.join(1)
+            seq = self.seqs[-1]
+            with self._cache.tree.plan([seq], [0, self._left(seq) - 1]) as plan:
+                self._cache.commit(plan)
 
     def leave(self, count: int) -> None:
         """Remove the oldest sequences."""
@@ -89,9 +97,10 @@ class Decoding:
         """Run a step: one token of each sequence, but the prompts of the last ``num_new``."""
         old = self.seqs[: len(self.seqs) - num_new]
         self._cache.tree.append_batch(old, np.ones(len(old), dtype=np.uint32))
-        return self._step(num_new)
+        return self.step(num_new)
 
-    def _step(self, num_new: int) -> tuple[float, float, int]:
+    def step(self, num_new: int = 0) -> tuple[float, float, int]:
+        """Plan and commit; returns the microseconds of plan and patch, and the patch's words."""
         indptr = None
         if num_new:
             counts = [1] * (len(self.seqs) - num_new) + list(map(self._left, self.seqs[-num_new:]))
@@ -134,6 +143,12 @@ def plans(rounds: int) -> Iterator[tuple[str, list[tuple[float, float, int]]]]:
             after.append(decoding.decode())
         yield f"{count} join with {OWN} tokens", joined
         yield "the step after that", after
+    decoding, joined = Decoding(), []
+    for _ in range(rounds // 6):
+        decoding.leave(BATCH)
+        decoding.join_alone(BATCH)
+        joined.append(decoding.step())
+    yield "all, joined one by one", joined
 
 
 def block_tables(rounds: int) -> Iterator[tuple[str, list[tuple[float, float, int]]]]:

@@ -207,6 +207,23 @@ impl Image {
         }
     }
 
+    /// One row of `segments`, without the view of all tables.
+    pub(super) fn segment(&self, row: u32) -> SegmentRow {
+        let begin = self.layout.segments + row as usize * SegmentRow::WORDS;
+        SegmentRow::rows(&self.words[begin..begin + SegmentRow::WORDS])[0]
+    }
+
+    /// One page id.
+    pub(super) fn page_id(&self, at: u32) -> u32 {
+        self.words[self.layout.page_ids + at as usize]
+    }
+
+    /// One work item.
+    pub(super) fn item(&self, item: u32) -> &ItemRow {
+        let begin = self.layout.items + item as usize * ItemRow::WORDS;
+        &ItemRow::rows(&self.words[begin..begin + ItemRow::WORDS])[0]
+    }
+
     /// Opens the next version for a step in which the sequence rows given have these `kv_len`:
     /// lengths advance if that is right for more of them than it is wrong.
     pub(super) fn begin_step(&mut self, lengths: impl Iterator<Item = (u32, u32)>) {
@@ -280,7 +297,9 @@ impl Image {
 
     /// Writes a row; only the words that differ count as changed.
     fn set_row<const N: usize>(&mut self, begin: usize, values: [u32; N]) {
-        if self.words[begin..begin + N] != values {
+        // Without a branch for each word: most rows are what they were.
+        let held = &self.words[begin..begin + N];
+        if held.iter().zip(&values).fold(0, |differ, (old, new)| differ | (old ^ new)) != 0 {
             for (offset, value) in values.into_iter().enumerate() {
                 self.set(begin + offset, value);
             }

@@ -279,10 +279,9 @@ impl Planner {
             while begin < end {
                 let piece_end = end.min((begin / block_len + 1) * block_len);
                 let added = piece_end - begin;
-                let view = self.image.view();
                 if begin % block_len == 0 {
                     let row = self.segment_rows.add((run.index, begin));
-                    let num_segments = view.segment_order.len();
+                    let num_segments = self.image.view().segment_order.len();
                     self.image.set_segment(
                         row,
                         SegmentRow {
@@ -297,7 +296,7 @@ impl Planner {
                     self.image.set_segment_order(num_segments, &[row]);
                     member.last_row = row;
                 } else {
-                    let mut row = view.segments[member.last_row as usize];
+                    let mut row = self.image.segment(member.last_row);
                     row.num_pages += added;
                     self.image.set_segment(member.last_row, row);
                 }

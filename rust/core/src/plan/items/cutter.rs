@@ -141,12 +141,12 @@ impl Cutter {
         if tail.first_item == NONE || end > tail.max_pages {
             return false;
         }
-        let segment = image.view().segments[row as usize];
+        let ids_begin = image.segment(row).ids_begin;
         let mut item = tail.first_item;
         while item != NONE {
-            let first = image.items()[item as usize].ids_begin - segment.ids_begin;
+            let first = image.item(item).ids_begin - ids_begin;
             for page in begin.max(first)..end.min(first + ItemRow::PAGES as u32) {
-                let id = image.view().page_ids[(segment.ids_begin + page) as usize];
+                let id = image.page_id(ids_begin + page);
                 image.set_item_page(item, (page - first) as usize, id);
             }
             item = self.next_item[item as usize];

@@ -49,7 +49,7 @@ impl Planner {
             && cutter.is_steady(&image.view())
             && growths.iter().all(|growth| {
                 let row = members[growth.member as usize].last_row;
-                let end = image.view().segments[row as usize].num_pages;
+                let end = image.segment(row).num_pages;
                 cutter.grow(image, row, end - (growth.end - growth.begin), end)
             });
         if !is_kept {
