@@ -260,7 +260,7 @@ fn a_planner_of_another_chunk_size_is_refused() {
 
 #[test]
 fn a_copy_far_behind_gets_the_blocks_that_changed() {
-    let mut steps = steps(64);
+    let mut steps = steps(4096);
     let seq = steps.insert(&tokens(0, 6));
     let mut copy = Copy::default();
     steps.run(&[Some(seq)], Some(&[0, 6])).unwrap();
@@ -271,8 +271,9 @@ fn a_copy_far_behind_gets_the_blocks_that_changed() {
     }
     let later = copy.sync(steps.planner.image());
     assert_eq!(copy.words, steps.planner.image().words());
-    // The header and five sections with a block each, of thousands of words.
-    assert!(first <= 6 * 32 && later <= 6 * 32, "{first} {later} of {}", copy.words.len());
+    // The header and five sections: a block of 128 words each, of some 40,000 words.
+    assert!(first <= 6 * 128 && later <= 6 * 128, "{first} {later} of {}", copy.words.len());
+    assert!(copy.words.len() > 40_000);
     let unknown = steps.planner.image().diff_since(1 << 40);
     assert_eq!(unknown.num_words(), copy.words.len());
 }
