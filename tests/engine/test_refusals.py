@@ -200,3 +200,17 @@ def test_fp8_on_the_cpu_is_refused_by_name(llama) -> None:
         InvalidConfigError, match="kv_cache_dtype is 'fp8'; allowed on the CPU is 'auto'"
     ):
         LLM(llama, kv_cache_dtype="fp8")
+
+
+def test_fp8_is_refused_on_a_device_that_is_too_old_before_the_model_is_loaded(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(llm, "resolve_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(loader, "load_model", pytest.fail)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        InvalidConfigError,
+        match=r"^kv_cache_dtype is 'fp8'; allowed .* 8.0 is 'auto', fp8 needs 8.9",
+    ):
+        LLM(tmp_path, device="cuda:0", kv_cache_dtype="fp8")

@@ -16,6 +16,7 @@ from chunkcache.engine.device import resolve_device
 from chunkcache.engine.params import SamplingParams
 from chunkcache.engine.texts import check_text
 from chunkcache.errors import InvalidConfigError
+from chunkcache.kernels.tpp import FP8_CAPABILITY
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -159,12 +160,19 @@ def check_priority(priority: Any) -> None:
 
 
 def check_on_device(config: EngineConfig, device: torch.device) -> None:
-    """Refuse options that have no effect on the device that the model is to be on.
+    """Refuse options that the device that the model is to be on does not serve.
 
     Raises:
         InvalidConfigError: one is given.
     """
     if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if not config.keeps_model_dtype and capability < FP8_CAPABILITY:
+            raise InvalidConfigError(
+                f"kv_cache_dtype is {_arrays.described(config.kv_cache_dtype)}; allowed on a "
+                f"device of compute capability {'.'.join(map(str, capability))} is 'auto', fp8 "
+                f"needs {'.'.join(map(str, FP8_CAPABILITY))} or more"
+            )
         return
     if config.compile_model:
         raise InvalidConfigError("compile_model is True; allowed on the CPU is False")

@@ -39,6 +39,7 @@ Path = Literal["sm_90", "sm_89", "sm_80"]
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 ELEMENTS = ("F16", "BF16")
 KV_ELEMENTS = (*ELEMENTS, "E4M3")
+FP8_CAPABILITY = (8, 9)  # the first devices that convert e4m3
 MAX_STAGES = 24
 NOT_WRITTEN = 0x80000000  # of a word of a partial state between launches (cuda/tpp/merge.cuh)
 CONTROL_BYTES = 8192  # `Control` in cuda/tpp/layout.cuh, rounded up
@@ -82,10 +83,11 @@ def best_path(device: int, kv_element: str, name: str = "dtype") -> Path:
     """
     major, minor = capability = limits(device).capability
     if kv_element == "E4M3":
-        if capability < (8, 9):
+        if capability < FP8_CAPABILITY:
             raise InvalidConfigError(
                 f"{name}: got {FP8} on a device of compute capability {major}.{minor}, allowed"
-                " there is float16 or bfloat16; fp8 needs 8.9 or more"
+                f" there is float16 or bfloat16; fp8 needs {'.'.join(map(str, FP8_CAPABILITY))} or"
+                " more"
             )
         return "sm_89"
     return "sm_90" if capability == (9, 0) else "sm_80"
